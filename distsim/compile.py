@@ -66,6 +66,14 @@ class Compiled(Generic[P, R]):
         return hashlib.sha256(content).hexdigest()[:12] if files else ""
 
 
+class Anywhere(Compiled[P, R]):
+    """A function of a line or two that compiled functions call; Python runs it as it is written."""
+
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Run the function itself: also of arrays, and without a compiler."""
+        return self.function(*args, **kwargs)
+
+
 _PARTS = {
     "distsim.stage_balance": "the search for stages",
     "distsim.schedule.greedy": "the search for schedules",
@@ -132,3 +140,11 @@ def compiled(function: Callable[P, R]) -> Compiled[P, R]:
 def inner(function: Callable[P, R]) -> Compiled[P, R]:
     """Compile a function that only compiled functions call: in less time than :func:`compiled` takes."""
     return Compiled(function, inner=True)
+
+
+def anywhere(function: Callable[P, R]) -> Anywhere[P, R]:
+    """Let compiled functions call a function that Python calls too, of numbers or of arrays.
+
+    Constants that it has are seen to change, as those that a caller imports are not.
+    """
+    return Anywhere(function, inner=True)

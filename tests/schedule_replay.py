@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from distsim.schedule import Schedule
+from distsim.schedule.codes import kind_of, number_of
 
 FORWARD, BACKWARD_WEIGHT = 0, 3
 
@@ -31,7 +32,7 @@ def replay(
 
     def needs(code: int) -> list[tuple[int, int]]:
         """What an action waits for: a key of ``end``, and the stage that makes it."""
-        pair, kind = divmod(code, 4)
+        pair, kind = number_of(code), kind_of(code)
         stage = pair % stages
         if kind == FORWARD:
             return [(2 * pair - 2, stage - 1)] if stage % made.chain else []
@@ -54,10 +55,10 @@ def replay(
                 for key, stage in inputs:
                     start = max(start, end[key] + send * (rank_of[stage] != rank))
                 first[rank] = start if first[rank] < 0 else first[rank]
-                free[rank] = start + sum(takes[code // 4 % stages][code % 4] for code in cell)
+                free[rank] = start + sum(takes[number_of(code) % stages][kind_of(code)] for code in cell)
                 for code in cell:
-                    if code % 4 != BACKWARD_WEIGHT:
-                        end[2 * (code // 4) + (code % 4 != FORWARD)] = free[rank]
+                    if kind_of(code) != BACKWARD_WEIGHT:
+                        end[2 * number_of(code) + (kind_of(code) != FORWARD)] = free[rank]
                 left -= 1
         assert left < before, "deadlock"
     return max(free), max(last - begin for last, begin in zip(free, first, strict=True))

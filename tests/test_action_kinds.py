@@ -1,5 +1,9 @@
 """What each kind of action says of itself, and that integers tell kinds apart."""
 
+import ast
+import re
+from pathlib import Path
+
 import pytest
 
 from distsim.errors import ScheduleError
@@ -15,5 +19,54 @@ def test_what_a_kind_says_is_what_its_microbatch_leaves_behind():
 
 
 def test_a_kind_that_integers_do_not_tell_apart_is_refused():
-    with pytest.raises(ScheduleError, match="kind 'O' is number 4, and the integers of a schedule tell 4"):
-        Kind._new_member_(Kind, "O", "offload", 3, 0, 0)
+    """The last code is that of -1, of no action."""
+    made = dict(Kind._member_map_)
+    try:
+        with pytest.raises(ScheduleError, match="'X' is number 7, and the integers of a schedule tell 7"):
+            for letter in "UVYX":
+                Kind._member_map_[letter] = Kind._new_member_(Kind, letter, "another", 3, 0, 0)
+        assert set("UVY") < {*Kind._member_map_}
+    finally:
+        Kind._member_map_.clear()
+        Kind._member_map_.update(made)
+
+
+ROOT = Path(__file__).parents[1]
+CODED = re.compile(r"\b(code|codes|family|families)\b")
+LITERALS = {
+    **dict.fromkeys([ast.Mod, ast.FloorDiv, ast.Mult], (4, 8, 16, 32)),
+    ast.BitAnd: (3, 7),
+    **dict.fromkeys([ast.RShift, ast.LShift], (2, 3)),
+}
+
+
+def taken_apart(source: str, every: bool) -> list[str]:
+    """Where numbers of two or three bits take integers apart, or make them; not ``every``: codes by name."""
+    found: list[str] = []
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.BinOp):
+            one, two = node.left, node.right
+            swapped = isinstance(node.op, ast.Mult) and isinstance(one, ast.Constant)
+            of, by = (two, one) if swapped else (one, two)
+            literal = isinstance(by, ast.Constant) and by.value in LITERALS.get(type(node.op), ())
+            if literal and (every or CODED.search(ast.unparse(of))):
+                found.append(ast.unparse(node))
+    return found
+
+
+@pytest.mark.parametrize("source", ["code % 4", "family // 16", "codes[0] & 3", "code >> 3", "8 * family"])
+def test_a_literal_that_takes_a_code_apart_is_seen(source):
+    assert taken_apart(source, every=True) == taken_apart(source, every=False) == [source]
+    other = re.sub("code|codes|family", "x", source)
+    assert taken_apart(other, every=True) == [other] and not taken_apart(other, every=False)
+
+
+@pytest.mark.parametrize("folder", ["distsim", "tests", "experiments"])
+def test_one_place_knows_how_integers_code_actions(folder):
+    """In the schedules nothing is counted by four or eight; in what knows of them no code is."""
+    found: list[str] = []
+    for path in (ROOT / folder).rglob("*.py"):
+        source, inside = path.read_text(encoding="utf-8"), "distsim/schedule/" in path.as_posix()
+        if inside or "from distsim.schedule" in source:
+            found += [f"{path.relative_to(ROOT)}: {text}" for text in taken_apart(source, inside)]
+    assert not found, "these go through distsim/schedule/codes.py"

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from distsim.compile import compiled, when_compiling
+from distsim.compile import anywhere, compiled, when_compiling
 
 
 class Pair(NamedTuple):
@@ -22,6 +22,16 @@ class Pair(NamedTuple):
 def square(x: int) -> int:
     """Return x squared."""
     return x * x
+
+
+@anywhere
+def tripled(x):
+    return 3 * x
+
+
+@compiled
+def tripled_square(x: int) -> int:
+    return tripled(square(x))
 
 
 @compiled
@@ -37,6 +47,11 @@ def test_it_computes_what_the_plain_function_does_and_calls_others():
     assert norm(pair) == norm.function(pair) == 18
     assert square(1.5) == 2.25  # another type of argument: another compilation
     assert square.__doc__ == "Return x squared." and square.__name__ == "square"
+
+
+def test_what_runs_anywhere_is_plain_in_python_and_compiled_in_compiled_functions():
+    assert tripled([1]) == [1, 1, 1] and tripled(np.arange(3)).tolist() == [0, 3, 6]
+    assert tripled_square(2) == tripled_square.function(2) == 12
 
 
 def test_nothing_is_imported_before_the_first_call():

@@ -25,6 +25,7 @@ from distsim.schedule import (
     one_f_one_b,
     schedule,
 )
+from distsim.schedule.codes import kind_of, number_of
 from distsim.simulation.memory.peak import peak_memory
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
@@ -153,7 +154,7 @@ def written_out(order: IssueOrder):
     ):
         for k in range(times):
             for family, *numbers in cells[begin:end]:
-                yield family // 4, family % 4, *[n + k * moved if n >= 0 else -1 for n in numbers]
+                yield number_of(family), kind_of(family), *[n + k * moved if n >= 0 else -1 for n in numbers]
 
 
 @pytest.mark.parametrize(("name", "options"), [("pipedream", {}), ("pipedream_2bw", {"update_every": 4})])

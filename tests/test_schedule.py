@@ -24,6 +24,7 @@ from distsim.schedule import (
     one_f_one_b,
     schedule,
 )
+from distsim.schedule.codes import kind_of, number_of
 
 SCHEDULES = ("1f1b", "gpipe")
 SIZES = list(itertools.product(range(1, 9), range(1, 17)))
@@ -171,8 +172,8 @@ def expanded(order: IssueOrder) -> list[list[Action]]:
 
 
 def action_of(order: IssueOrder, cell: int, moved: int) -> Action:
-    stage, kind = divmod(int(order.family[cell, 0]), 4)
-    return Action(tuple(Kind)[kind], stage, int(order.microbatch[cell, 0]) + moved)
+    family = int(order.family[cell, 0])
+    return Action(tuple(Kind)[kind_of(family)], number_of(family), int(order.microbatch[cell, 0]) + moved)
 
 
 @st.composite
@@ -269,10 +270,9 @@ def test_a_schedule_is_made_once():
     ("codes", "message"),
     [
         ([[0, -1], [0, -1]], "F0@0 is listed twice"),
-        ([[0, -1], [1, -1], [4, -1]], "rank 0 lists F1@0, but stages are 0..0 and microbatches 0..0"),
-        ([[0, -1], [-3, -1]], "rank 0 lists B-1@0"),
-        ([[0, -1], [1, -7]], "rank 0 lists B-2@0"),
-        ([[0, -1], [-1, -1]], "rank 0 lists W-1@0"),
+        ([[0, -1], [1, -1], [8, -1]], "rank 0 lists F1@0, but stages are 0..0 and microbatches 0..0"),
+        ([[0, -1], [-7, -1]], "rank 0 lists B-1@0"),
+        ([[0, -1], [1, -15]], "rank 0 lists B-2@0"),
         ([[1, -1], [0, -1]], "B0@0 waits for F0@0, which rank 0 runs after B0@0"),
         ([[0, 1]], "(F0@0;B0@0) waits for F0@0, which runs beside it;"),
         ([[0, -1], [3, -1], [2, -1]], "W0@0 waits for I0@0, which rank 0 runs after W0@0"),
@@ -289,6 +289,14 @@ def test_wrong_integers_are_refused_by_the_names_of_their_actions(codes, message
     for verify in (wrong.check, wrong.order, partial(issue_order, wrong)):
         with pytest.raises(ScheduleError, match=f"^mine.*{re.escape(message)}"):
             verify()
+
+
+@pytest.mark.parametrize(("cell", "code", "kind"), [((4, -1), 4, 4), ((-1, 0), -1, 7), ((0, -2), -2, 6)])
+def test_codes_of_no_kind_are_refused_where_they_come_in(cell, code, kind):
+    with pytest.raises(
+        ScheduleError, match=rf"mine: rank 1 lists the code {code}, of kind {kind}; kinds are F 0,"
+    ):
+        Schedule.from_codes("mine", 2, 1, [np.array([[0, -1]]), np.array([[8, -1], cell])])
 
 
 def test_a_schedule_of_nothing_has_no_steps():

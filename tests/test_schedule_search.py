@@ -11,6 +11,7 @@ from schedule_replay import replay
 
 from distsim.errors import ScheduleError
 from distsim.schedule import Schedule, schedule
+from distsim.schedule.codes import kind_of
 from distsim.schedule.greedy.controllable_memory import (
     one_f_one_b_v,
     v_half,
@@ -128,7 +129,7 @@ def test_searches_of_any_times(data, p, m, send, in_a_v):
     made.check()
     assert max(map(made.until_i, range(p))) <= limit
     for rank in range(p):
-        kinds = made.codes[rank][:, 0] % 4
+        kinds = kind_of(made.codes[rank][:, 0])
         held = np.cumsum(np.array([1, 0, share - 1, -share])[kinds])
         assert held.max() <= limit and held[-1] == 0
     scaled = np.array(seconds) / 8

@@ -14,6 +14,7 @@ from schedule_replay import peaks, replay
 
 from distsim.errors import ScheduleError
 from distsim.schedule import Action, Cell, Kind, Schedule, Weights
+from distsim.schedule.codes import code_of
 
 F, B, I, W = Kind  # noqa: E741
 
@@ -83,7 +84,7 @@ def test_the_order_is_its_definition(seed):
     flat = [action for step in steps for action in step]
     codes = made.codes_in_order
     listed = codes[codes >= 0].tolist()
-    assert [4 * (a.microbatch * made.num_stages + a.stage) + a.kind.code for a in flat] == listed
+    assert [code_of(a.microbatch * made.num_stages + a.stage, a.kind.code) for a in flat] == listed
     assert peaks(made) == tuple(
         [asked(r) for r in range(made.num_ranks)] for asked in (made.in_flight, made.until_i, made.pending_w)
     )
@@ -125,7 +126,8 @@ def test_damage_is_refused_alike_in_integers_and_in_actions(seed):
         to = rng.randrange(len(codes))
         codes[to] = np.insert(codes[to], rng.randint(0, len(codes[to])), row[at], axis=0)
     else:
-        row[at, how == "pair"] = rng.randrange(-2, 4 * made.num_stages * made.num_microbatches + 4)
+        number = rng.randrange(-1, made.num_stages * made.num_microbatches + 1)
+        row[at, how == "pair"] = code_of(number, rng.randrange(len(Kind)))
     sizes = "damaged", made.num_stages, made.num_microbatches
     numbers = Schedule.from_codes(*sizes, codes, made.rank_of, made.copies)
     actions = Schedule(*sizes, numbers.ranks, made.rank_of, made.copies)

@@ -33,7 +33,8 @@ from distsim.program.table import (
 from distsim.program.table_columns import CallPattern, columns_of
 from distsim.program.tail import Tail
 from distsim.schedule import FLUSH, LAST, LATER, IssueOrder, Kind, Schedule, issue_order
-from distsim.schedule.issue_order import READS_VERSION, UPDATES_AFTER, UPDATES_VERSION
+from distsim.schedule.codes import kind_of, number_of
+from distsim.schedule.issue_order import PLACES, READS_VERSION, UPDATES_AFTER, UPDATES_VERSION
 from distsim.schedule.table import Ints
 
 _KINDS = tuple(Kind)
@@ -129,12 +130,13 @@ class Binder:
         return self.parts.halves[stage % self.chain][kind is Kind.BACKWARD_WEIGHT]
 
     def call(self, family: int, place: int, start: bool = True) -> BoundBlock | None:
-        """Return the block of an action (4 * stage + kind) in its place; None if nobody reads what it makes.
+        """Return the block of an action in its place; None if nobody reads what it makes.
 
-        The place matters where sums are made: the first call makes them, each later one adds to them. It
-        reads the weights of the ``start``, or a version that an update made.
+        ``family`` is the code of its stage and kind. The place matters where sums are made: the first call
+        makes them, each later one adds to them. It reads the weights of the ``start``, or a version that an
+        update made.
         """
-        stage, kind = family // 4, _KINDS[family % 4]
+        stage, kind = number_of(family), _KINDS[kind_of(family)]
         part = self.part(stage, kind)
         differs = part.accumulated or (kind is Kind.FORWARD and stage % self.chain in self.parts.ahead)
         key = family, place if differs else 0, start
@@ -354,7 +356,7 @@ class Binder:
         swapped: list[bool] = []
         for one, two, how in calls.tolist():
             start = not how & READS_VERSION
-            each = [self.call(code // 4, code % 4, start) for code in (one, two) if code >= 0]
+            each = [self.call(code // PLACES, code % PLACES, start) for code in (one, two) if code >= 0]
             made = [block for block in each if block is not None]
             blocks.append(self.pair(*made) if len(made) == 2 else made[0] if made else None)
             swapped.append(len(each) == 2 and each[0] is None)
@@ -366,7 +368,7 @@ class Binder:
         sends = () if block is None else self.sends(block)
         if not how & UPDATES_AFTER:
             return sends
-        updates = self.updates(code // 16, start=not how & UPDATES_VERSION)
+        updates = self.updates(number_of(code // PLACES), start=not how & UPDATES_VERSION)
         return (*sends, *[_after_batch(each) for each in updates])
 
     def _tail(self, schedule: Schedule) -> Tail:

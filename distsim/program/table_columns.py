@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from distsim.cache import Cache
 from distsim.schedule import FLUSH, IssueOrder
+from distsim.schedule.codes import code_of
 from distsim.schedule.table import Ints
 
 
@@ -90,7 +91,7 @@ def _microbatches(order: IssueOrder, pattern: CallPattern) -> Ints:
     none = np.full(len(order.family), -1, np.int64)
     if order.schedule.weights != FLUSH:
         return np.stack([order.microbatch[:, 0], order.version, order.update, order.before, none], axis=1)
-    copy = order.family // (4 * pattern.chain)
+    copy = order.family // code_of(pattern.chain, 0)
     own = order.microbatch + copy * order.schedule.num_microbatches
     found = np.column_stack([np.where(order.family < 0, -1, own), none])
     swaps = pattern.swapped[order.calls[1]]

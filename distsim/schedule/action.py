@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 
-from distsim.errors import ScheduleError
+import numpy as np
+import numpy.typing as npt
 
-CODES = 4
-"""How many kinds the integers of a schedule tell apart: what they are divided by there, two bits."""
+from distsim.errors import ScheduleError
+from distsim.schedule.codes import CODES, NO_KIND
 
 
 @functools.total_ordering
@@ -47,15 +49,27 @@ class Kind(enum.Enum):
         made = object.__new__(cls)
         made._value_, made.code, made.phase = letter, len(cls.__members__), phase
         made.sums, made.until_i, made.pending_w = sums, until_i, pending_w
-        if made.code >= CODES:
+        if made.code >= NO_KIND:
             raise ScheduleError(
-                f"kind {letter!r} is number {made.code}, and the integers of a schedule tell {CODES} kinds "
-                "apart: what divides by that comes first (Schedule.from_codes, run_steps, note_ends)"
+                f"kind {letter!r} is number {made.code}, and the integers of a schedule tell {NO_KIND} kinds "
+                "apart; give them another bit (BITS in schedule/codes.py)"
             )
         return made
 
     def __lt__(self, other: Kind) -> bool:
         return self.code < other.code
+
+
+def by_code(figure: Callable[[Kind], int]) -> npt.NDArray[np.int64]:
+    """Return a figure of each kind by its code, and 0 for the codes of none, which no action has.
+
+    >>> by_code(lambda kind: kind.until_i).tolist()
+    [1, -1, -1, 0, 0, 0, 0, 0]
+    """
+    found = np.zeros(CODES, np.int64)
+    for kind in Kind:
+        found[kind.code] = figure(kind)
+    return found
 
 
 LETTERS = "".join([kind.value for kind in Kind])

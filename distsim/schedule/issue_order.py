@@ -10,17 +10,20 @@ from typing import Any
 import numpy as np
 
 from distsim.compile import compiled, inner
-from distsim.schedule.action import Kind
+from distsim.schedule.action import Kind, by_code
+from distsim.schedule.codes import code_of, kind_of, number_of
 from distsim.schedule.table import Ints, Schedule
 from distsim.schedule.weights import FLUSH, VersionsRead, versions_read
 
 LATER, LAST = 1, 2
 """What a call of a stage's forward, or backward, is in the order of its rank: not its first, its last; where
 weights are updated without a flush, the first and last backward of each update."""
+PLACES = 4
+"""How many sums of these there are."""
 READS_VERSION, UPDATES_AFTER, UPDATES_VERSION = 4, 2, 1
 """What a cell is to the weights without a flush: it reads a version that an update made, an update follows
 it, and that changes a version that an update made."""
-_SUMS = np.array([kind.sums for kind in Kind])
+_SUMS = by_code(lambda kind: kind.sums)
 MOST_CANDIDATES = 64
 """How many ways to repeat are tried at a step: an interleaved schedule repeats every p microbatches."""
 
@@ -62,12 +65,12 @@ class IssueOrder:
     @cached_property
     def microbatch(self) -> Ints:
         """[cells, 2]: of the first repetition; -1 for no action."""
-        return np.where(self.code < 0, -1, self.code // (4 * max(self.schedule.num_stages, 1)))
+        return np.where(self.code < 0, -1, self.code // code_of(max(self.schedule.num_stages, 1), 0))
 
     @cached_property
     def family(self) -> Ints:
-        """[cells, 2]: 4 * stage + kind of each action; -1 for no action."""
-        return np.where(self.code < 0, -1, self.code % (4 * max(self.schedule.num_stages, 1)))
+        """[cells, 2]: the code of stage and kind of each action; -1 for no action."""
+        return np.where(self.code < 0, -1, self.code % code_of(max(self.schedule.num_stages, 1), 0))
 
     @cached_property
     def before(self) -> Ints:
@@ -79,11 +82,11 @@ class IssueOrder:
     def calls(self) -> tuple[Ints, Ints]:
         """The distinct cells, [calls, 3], and of each cell which it is.
 
-        Of each: 4 * family + place of its actions (-1: none), and a sum of :data:`READS_VERSION`,
+        Of each: PLACES * family + place of its actions (-1: none), and a sum of :data:`READS_VERSION`,
         :data:`UPDATES_AFTER` and :data:`UPDATES_VERSION`, 0 for all where a step ends with a flush.
         """
-        none = 16 * self.schedule.num_stages
-        actions = np.where(self.family < 0, none, self.family * 4 + self.place)
+        none = PLACES * code_of(self.schedule.num_stages, 0)
+        actions = np.where(self.family < 0, none, self.family * PLACES + self.place)
         pairs = actions[:, 0] * (none + 1) + actions[:, 1]
         if self.schedule.weights != FLUSH:
             how = READS_VERSION * (self.version >= 0) + UPDATES_AFTER * (self.update >= 0)
@@ -106,7 +109,7 @@ def issue_order(schedule: Schedule) -> IssueOrder:
 def _folded(schedule: Schedule) -> IssueOrder:
     rank, ends_step = schedule.merged()
     code, stages = schedule.codes_in_order, schedule.num_stages
-    period = 4 * max(stages, 1)
+    period = code_of(max(stages, 1), 0)
     steps = np.concatenate([[0], np.flatnonzero(ends_step) + 1]).astype(np.int64)
     parts = np.zeros((2 * len(steps) + 1, 4), np.int64)
     versions = None
@@ -138,7 +141,7 @@ def _folded(schedule: Schedule) -> IssueOrder:
     version = update = np.full(len(cells), -1, np.int64)
     if versions is not None:
         version, update = versions.read[cells], versions.update[cells]
-        adds = np.isin(own[:, 0] % 4, (Kind.BACKWARD.code, Kind.BACKWARD_WEIGHT.code))
+        adds = np.isin(kind_of(own[:, 0]), (Kind.BACKWARD.code, Kind.BACKWARD_WEIGHT.code))
         later[:, 0] = np.where(adds, ~versions.first[cells], later[:, 0])
         ends[:, 0] = np.where(adds, versions.last[cells], ends[:, 0])
     columns = (
@@ -164,7 +167,7 @@ def _with_versions(code: Ints, schedule: Schedule, versions: VersionsRead) -> In
     The weights at the start are the same for all: a cell that reads them is unlike one that reads a version.
     """
     stages, every = max(schedule.num_stages, 1), schedule.weights.update_every
-    behind = code // (4 * stages) - versions.read
+    behind = code // code_of(stages, 0) - versions.read
     how = np.stack(
         [
             np.where(versions.read < 0, -1, behind),
@@ -174,7 +177,7 @@ def _with_versions(code: Ints, schedule: Schedule, versions: VersionsRead) -> In
         ]
     )
     number: Ints = np.unique(how, axis=1, return_inverse=True)[1].reshape(-1)
-    return np.stack([code, code + number * 4 * stages * (schedule.num_microbatches + 1)], axis=1)
+    return np.stack([code, code + number * code_of(stages * (schedule.num_microbatches + 1), 0)], axis=1)
 
 
 def _among(places: Ints, begin: int, size: int) -> bool:
@@ -184,7 +187,7 @@ def _among(places: Ints, begin: int, size: int) -> bool:
 
 def _kind_of(code: Ints, num_stages: int) -> Ints:
     """Return 3 * stage + kind of codes, with B and W, which add to the same sums, as one kind; 0 for none."""
-    return np.where(code < 0, 0, code // 4 % max(num_stages, 1) * 3 + _SUMS[code % 4])
+    return np.where(code < 0, 0, number_of(code) % max(num_stages, 1) * 3 + _SUMS[kind_of(code)])
 
 
 @inner
@@ -267,7 +270,7 @@ def note_ends(code: Any, stages: int, first: Any, last: Any, latest: Any) -> Non
         for k in range(2):
             if code[cell, k] < 0:
                 continue
-            kind, number = code[cell, k] & 3, code[cell, k] >> 2
+            kind, number = kind_of(code[cell, k]), number_of(code[cell, k])
             microbatch = number // stages  # a division takes as long as all else here
             stage = number - microbatch * stages
             which = 3 * stage + (0 if kind == 0 else 2 if kind == 2 else 1)

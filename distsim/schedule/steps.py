@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from distsim.compile import compiled, inner
+from distsim.schedule.codes import CODES, kind_of, number_of
 
 
 @inner
@@ -17,14 +18,14 @@ def _listed_once(cells: Any, start: Any, rank_of: Any, finished: Any) -> bool:
                 code = cells[at, place]
                 if place == 1 and code == -1:
                     continue
-                if code < 0 or code >= len(finished) - 4 or finished[code] != 0:
+                if code < 0 or code >= len(finished) - CODES or finished[code] != 0:
                     return False
-                if rank_of[(code >> 2) % len(rank_of)] != rank or (
-                    place == 1 and (code ^ cells[at, 0]) & 3 == 0
+                if rank_of[number_of(code) % len(rank_of)] != rank or (
+                    place == 1 and kind_of(code ^ cells[at, 0]) == 0
                 ):
                     return False
                 finished[code] = never
-    for code in range(0, len(finished) - 4, 4):
+    for code in range(0, len(finished) - CODES, CODES):
         whole, half, weight = finished[code + 1], finished[code + 2], finished[code + 3]
         if finished[code] == 0 or (whole == 0) == (half == 0) or half != weight:
             return False
@@ -39,7 +40,7 @@ def run_steps(
     """Run the cells in steps; return how many of them ran, fewer than all if the ranks wait for each other.
 
     ``cells[start[r]:start[r + 1]]`` are the codes of rank r (:meth:`Schedule.from_codes`), of stages in
-    chains of ``chain``; ``finished`` is a zero for each code and four more. Returns -1 if an action is
+    chains of ``chain``; ``finished`` is a zero for each code and ``CODES`` more. Returns -1 if an action is
     missing, repeated, foreign or on a wrong rank. In each step every rank, by increasing rank, runs its next
     cell if what its actions wait for finished in an earlier step. Filled in: the cells in the order of the
     steps, whether one is the last of its step, and how many cells each rank has run.
@@ -56,19 +57,19 @@ def run_steps(
             ready = True
             for place in range(2):
                 code = cells[at, place]
-                kind = code & 3
+                kind = kind_of(code)
                 if code < 0 or not ready:
                     continue
                 # At an end of a chain the neighbour by number is another microbatch's and may say no: whether
                 # this is an end takes longest and is asked last. A call for each action would take ten times.
                 if kind == 0:
-                    ready = finished[code - 4] < now or (code >> 2) % chain == 0
+                    ready = finished[code - CODES] < now or number_of(code) % chain == 0
                 elif kind == 3:
                     ready = finished[code - 1] < now
                 elif finished[code - kind] < now:
-                    after = code - kind + 4  # of the stage after, B and I: one of them runs
+                    after = code - kind + CODES  # of the stage after, B and I: one of them runs
                     ready = finished[after + 1] < now or finished[after + 2] < now
-                    ready = ready or ((code >> 2) + 1) % chain == 0
+                    ready = ready or (number_of(code) + 1) % chain == 0
                 else:
                     ready = False
             if ready:

@@ -10,18 +10,18 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import ScheduleError
-from distsim.schedule.action import Action, Cell, Kind, cell_text
-from distsim.schedule.refusals import Ranks, check_cell, check_complete, check_placement, count, deadlock
+from distsim.schedule.action import Action, Cell, Kind, by_code, cell_text
+from distsim.schedule.cells import cells_of, check_codes, codes_of
+from distsim.schedule.codes import CODES, code_of, kind_of, number_of
+from distsim.schedule.refusals import Ranks, check_complete, check_placement, count, deadlock
 from distsim.schedule.steps import run_steps
 from distsim.schedule.weights import FLUSH, Weights, check_weights, versions_held
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
-_KINDS = tuple(Kind)
 # What each kind adds to the number of pairs of a stage and a microbatch that are held.
-_UNTIL_I = np.array([kind.until_i for kind in Kind])
-_PENDING_W = np.array([kind.pending_w for kind in Kind])
+_UNTIL_I, _PENDING_W = by_code(lambda kind: kind.until_i), by_code(lambda kind: kind.pending_w)
 _IN_FLIGHT = _UNTIL_I + _PENDING_W
 _NO_CELLS = np.zeros((0, 2), np.int64)
 
@@ -84,14 +84,18 @@ class Schedule:
     ) -> Schedule:
         """Make a schedule of integers, [cells, 2] per rank: a cell's first action and its second, or -1.
 
-        The code of an action is (microbatch * num_stages + stage) * 4 + kind, of kinds F 0, B 1, I 2, W 3.
+        The code of an action is (microbatch * num_stages + stage) * 8 + kind, of kinds F 0, B 1, I 2, W 3.
+
+        Raises:
+            ScheduleError: a code is of no kind.
 
         >>> print(Schedule.from_codes("one", 1, 1, [np.array([[0, -1], [2, -1], [3, -1]])]))
         one: 1 stage, 1 microbatch
         rank 0: F0 I0 W0
         """
         rows = [row if _frozen(row) else np.array(row, np.int64).reshape(-1, 2) for row in codes]
-        for row in rows:
+        for rank, row in enumerate(rows):
+            check_codes(name, rank, row)
             row.setflags(write=False)
         made = cls.__new__(cls)
         made._set(name, num_stages, num_microbatches, len(rows), rank_of, copies, weights)
@@ -118,7 +122,7 @@ class Schedule:
     @cached_property
     def ranks(self) -> Ranks:
         """The cells of each rank, in its order."""
-        return tuple(tuple(self._cells(row)) for row in self._codes or ())
+        return tuple(cells_of(row, self.num_stages) for row in self._codes or ())
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
@@ -134,15 +138,8 @@ class Schedule:
         """
         if self._codes is not None:
             return self._codes
-        rows = [np.full((len(cells), 2), -1, np.int64) for cells in self.ranks]
-        for rank, (row, cells) in enumerate(zip(rows, self.ranks, strict=True)):
-            for cell, codes in zip(cells, row, strict=True):
-                check_cell(self.name, rank, cell, self.num_stages, self.num_microbatches)
-                for place, action in enumerate(cell):
-                    number = action.microbatch * self.num_stages + action.stage
-                    codes[place] = 4 * number + action.kind.code
-            row.setflags(write=False)
-        return tuple(rows)
+        sizes = self.num_stages, self.num_microbatches
+        return tuple(codes_of(self.name, rank, cells, *sizes) for rank, cells in enumerate(self.ranks))
 
     def with_weights(self, weights: Weights) -> Schedule:
         """Return the same order with weights that are updated so."""
@@ -169,7 +166,7 @@ class Schedule:
     @property
     def splits_backward(self) -> bool:
         """Whether some backward is listed in two halves."""
-        return any(bool((row % 4 == Kind.BACKWARD_INPUT.code).any()) for row in self.codes)
+        return any(bool((kind_of(row) == Kind.BACKWARD_INPUT.code).any()) for row in self.codes)
 
     @property
     def chain(self) -> int:
@@ -260,7 +257,7 @@ class Schedule:
         Raises:
             ScheduleError: there is no such stage.
         """
-        return int(_IN_FLIGHT[self._codes_of(stage) % 4].cumsum().max(initial=0))
+        return int(_IN_FLIGHT[kind_of(self._codes_of(stage))].cumsum().max(initial=0))
 
     def _codes_of(self, stage: int) -> Ints:
         """Return the codes of the actions of a stage in its order."""
@@ -268,7 +265,7 @@ class Schedule:
             raise ScheduleError(f"{self.name}: no stage {stage}; choose one of 0..{self.num_stages - 1}")
         codes = self.codes[self.rank_of[stage]].ravel()
         codes = codes[codes >= 0]
-        return codes[codes // 4 % self.num_stages == stage]
+        return codes[number_of(codes) % self.num_stages == stage]
 
     def versions_of(self, stage: int) -> int:
         """Most versions of its weights that a `stage` holds at once: 1 with a flush, else what is stashed.
@@ -300,7 +297,7 @@ class Schedule:
             kinds = np.array([action.kind.code for action in self.actions[rank]], np.int64)
         else:
             codes = self._codes[rank].ravel()
-            kinds = codes[codes >= 0] % 4
+            kinds = kind_of(codes[codes >= 0])
         return int(change[kinds].cumsum().max(initial=0))
 
     def order(self) -> tuple[tuple[Action, ...], ...]:
@@ -370,7 +367,7 @@ class Schedule:
         cells, start = self.listed
         order, ends_step = np.zeros(listed, np.int64), np.zeros(listed, np.bool_)
         position, rank_of = np.zeros(self.num_ranks, np.int64), np.array(self.rank_of, np.int64)
-        finished = np.zeros(4 * self.num_stages * self.num_microbatches + 4, np.int32)
+        finished = np.zeros(code_of(self.num_stages * self.num_microbatches, 0) + CODES, np.int32)
         ran = run_steps(cells, start, rank_of, max(self.chain, 1), finished, order, ends_step, position)
         if ran < 0:
             check_complete(*sizes, self.num_microbatches, self.rank_of, self.ranks)
@@ -380,15 +377,6 @@ class Schedule:
         for column in (order, ends_step):
             column.setflags(write=False)
         return order, ends_step
-
-    def _cells(self, row: Ints) -> list[Cell]:
-        """Return the cells of codes [cells, 2]."""
-        stages = max(self.num_stages, 1)
-        kinds, numbers = (row % 4).ravel().tolist(), (row // 4).ravel().tolist()
-        pairs = zip(kinds, numbers, strict=True)
-        actions = [Action(_KINDS[kind], number % stages, number // stages) for kind, number in pairs]
-        alone: list[bool] = (row[:, 1] == -1).tolist()
-        return [tuple(actions[2 * at : 2 * at + 2 - single]) for at, single in enumerate(alone)]
 
 
 def _frozen(row: Ints) -> bool:

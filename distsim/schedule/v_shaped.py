@@ -13,6 +13,7 @@ import numpy as np
 
 from distsim.cache import cached
 from distsim.errors import ScheduleError
+from distsim.schedule.codes import code_of
 from distsim.schedule.refusals import check_microbatches, check_sizes, count
 from distsim.schedule.table import Ints, Schedule
 
@@ -20,7 +21,7 @@ _Part = tuple[str, int]
 """Letters of a row, and how often they are repeated."""
 
 _LETTERS = "FBIWfbiwx"
-_OLDEST = _LETTERS.index("x")
+_OF_STAGE, _OLDEST = _LETTERS.index("f"), _LETTERS.index("x")
 
 
 def zb_v(num_ranks: int, num_microbatches: int, chunks: int = 2) -> Schedule:
@@ -59,7 +60,7 @@ def _zb_v(num_ranks: int, num_microbatches: int) -> Schedule:
             ("W", rank),
         ]
         row = _row(parts, (rank, stages - 1 - rank), stages)
-        codes.append(row[row[:, 0] // 4 // stages < num_microbatches])
+        codes.append(row[row[:, 0] // code_of(stages, 0) < num_microbatches])
     return Schedule.from_codes("zb_v", stages, num_microbatches, codes, _v(num_ranks))
 
 
@@ -166,10 +167,10 @@ def _row(parts: Sequence[_Part], stages: tuple[int, int], num_stages: int) -> In
     cells = np.concatenate(blocks)
     listed = cells >= 0
     letters = cells[listed]
-    chunk, kind = letters // 4, letters % 4
+    chunk, kind = letters // _OF_STAGE, letters % _OF_STAGE
     microbatch = np.zeros(len(letters), np.int64)
     for half in (0, 1):
-        own = letters // 4 == half
+        own = letters // _OF_STAGE == half
         for kinds in ((0,), (1, 2)):
             same = own & np.isin(kind, kinds)
             microbatch[same] = np.arange(same.sum())
@@ -180,7 +181,7 @@ def _row(parts: Sequence[_Part], stages: tuple[int, int], num_stages: int) -> In
     if oldest.any():
         kind[oldest], chunk[oldest], microbatch[oldest] = 3, chunk[inputs], microbatch[inputs]
     codes = np.full(cells.shape, -1, np.int64)
-    codes[listed] = 4 * (microbatch * num_stages + np.array(stages)[chunk]) + kind
+    codes[listed] = code_of(microbatch * num_stages + np.array(stages)[chunk], kind)
     return codes
 
 

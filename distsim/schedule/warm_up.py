@@ -13,6 +13,8 @@ import numpy as np
 
 from distsim.cache import cached
 from distsim.errors import ScheduleError
+from distsim.schedule.action import Kind
+from distsim.schedule.codes import code_of
 from distsim.schedule.refusals import check_microbatches, check_sizes
 from distsim.schedule.table import Ints, Schedule
 from distsim.schedule.weights import FLUSH, Weights
@@ -280,13 +282,13 @@ def _make(name: str, num_ranks: int, num_microbatches: int, chunks: int, shape: 
     behind = count if shape.behind is None else np.array(shape.behind)[:, None]
     # Round k runs forward ahead + k, backward k and W k - behind: counted is what stands before each.
     place = nth + np.maximum(nth - ahead, 0) + np.maximum(nth - ahead - behind, 0)
-    codes[rank, place, 0] = forward + 4 * rank
+    codes[rank, place, 0] = forward + code_of(rank, 0)
     place = nth + np.minimum(nth + ahead + 1, count) + np.maximum(nth - behind, 0)
-    codes[rank, place, 0] = backward + 4 * rank + kinds - 1
+    codes[rank, place, 0] = backward + code_of(rank, kinds - 1)
     if shape.behind is not None:
         after = nth + behind + 1
         place = nth + np.minimum(after, count) + np.minimum(after + ahead, count)
-        codes[rank, place, 0] = backward + 4 * rank + 3
+        codes[rank, place, 0] = backward + code_of(rank, Kind.BACKWARD_WEIGHT.code)
     codes.setflags(write=False)
     return Schedule.from_codes(name, num_ranks * chunks, num_microbatches, list(codes), weights=shape.weights)
 
@@ -295,7 +297,8 @@ def _orders(num_ranks: int, num_microbatches: int, chunks: int, shape: _Shape) -
     """Return the codes of the forwards of rank 0, and its backwards' less their kind, in their orders."""
     nth = np.arange(num_microbatches * chunks)
     turn, rest = nth // (shape.group * chunks), nth % (shape.group * chunks)
-    first = 4 * (turn * shape.group + rest % shape.group) * num_ranks * chunks
+    first = code_of((turn * shape.group + rest % shape.group) * num_ranks * chunks, 0)
     chunk = rest // shape.group
-    forward = first + 4 * num_ranks * chunk
-    return forward, forward[::-1] if shape.mirrored else first + 4 * num_ranks * (chunks - 1 - chunk)
+    forward = first + code_of(num_ranks * chunk, 0)
+    back = code_of(num_ranks * (chunks - 1 - chunk), 0)
+    return forward, forward[::-1] if shape.mirrored else first + back

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Kind
+from distsim.schedule.codes import code_of, kind_of, number_of
 from distsim.schedule.refusals import count
 
 Ints = npt.NDArray[np.int64]
@@ -90,7 +91,7 @@ def versions_read(name: str, weights: Weights, code: Ints, num_stages: int) -> V
         np.zeros(len(code), np.bool_),
         np.zeros(len(code), np.bool_),
     )
-    stage = code // 4 % max(num_stages, 1)
+    stage = number_of(code) % max(num_stages, 1)
     order = np.argsort(stage, kind="stable")
     ends = np.searchsorted(stage[order], np.arange(num_stages + 1))
     for number in range(num_stages):
@@ -119,7 +120,7 @@ def versions_held(name: str, weights: Weights, code: Ints, num_stages: int) -> i
 def _of_stage(name: str, weights: Weights, code: Ints, stage: int, num_stages: int) -> VersionsRead:
     """Return what the cells of one stage read, in its order."""
     every = weights.update_every
-    kind, microbatch = code % 4, code // (4 * num_stages)
+    kind, microbatch = kind_of(code), code // code_of(num_stages, 0)
     batch = microbatch // every
     adds = np.flatnonzero((kind == Kind.BACKWARD.code) | (kind == Kind.BACKWARD_WEIGHT.code))
     step = np.diff(batch[adds])

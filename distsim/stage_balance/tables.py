@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from distsim.errors import PartitionError
 from distsim.schedule import FLUSH, SCHEDULES, Schedule, schedule
+from distsim.schedule.codes import kind_of, number_of
 from distsim.schedule.table import Ints
 from distsim.stage_balance.cost import BlockCost, Communication, check_count
 from distsim.suggestions import choices_for
@@ -97,10 +98,10 @@ def order_of(schedule: Schedule) -> Order:
     codes = schedule.codes_in_order
     count, m = schedule.num_stages, schedule.num_microbatches
     plain = count == schedule.num_ranks and schedule.rank_of == tuple(range(count))
-    plain = plain and not ((codes[:, 1] >= 0) | (codes[:, 0] % 4 > 1)).any()
+    plain = plain and not ((codes[:, 1] >= 0) | (kind_of(codes[:, 0]) > 1)).any()
     rank, flat = np.repeat(ranks, 2), codes.ravel()
     rank, flat = rank[flat >= 0], flat[flat >= 0]
-    kind, number = flat % 4, flat // 4
+    kind, number = kind_of(flat), number_of(flat)
     stage, microbatch = number % max(count, 1), number // max(count, 1)
     tasks = _records(TASK, (len(flat),), stage, kind, microbatch, rank)
     aligned, paired, due = plain, np.ones((count + 1, m), np.bool_), np.zeros(m, np.int64)

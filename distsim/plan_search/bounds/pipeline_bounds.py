@@ -27,6 +27,7 @@ from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.plan_search.bounds.layer_work import LayerPassage, LayerWork, StageWork
 from distsim.schedule import FLUSH, SCHEDULES, Kind
 from distsim.schedule import schedule as schedule_named
+from distsim.schedule.codes import kind_of, number_of
 from distsim.stage_balance import default_split
 
 ROUNDED = 1e-9
@@ -79,10 +80,10 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Fli
     for rank, codes in enumerate(made.codes):
         cells = codes[codes >= 0]
         stages = tuple([stage for stage, own in enumerate(made.rank_of) if own == rank])
-        change = np.array([kind.until_i for kind in Kind])[cells % 4]
-        held = [np.cumsum(change * (cells // 4 % made.num_stages == stage)) for stage in stages]
+        change = np.array([kind.until_i for kind in Kind])[kind_of(cells)]
+        held = [np.cumsum(change * (number_of(cells) % made.num_stages == stage)) for stage in stages]
         last = int(cells[-1])
-        ends_first = last % 4 == Kind.BACKWARD.code and last // 4 % made.num_stages == min(stages)
+        ends_first = kind_of(last) == Kind.BACKWARD.code and number_of(last) % made.num_stages == min(stages)
         counts = np.unique(np.array(held).T, axis=0)
         found.append(Flights(stages, counts, int(counts.min(axis=1).max(initial=0)), ends_first))
     return tuple(found)

@@ -15,6 +15,7 @@ import numpy.typing as npt
 
 from distsim.compile import inner
 from distsim.errors import ScheduleError
+from distsim.schedule.codes import code_of
 from distsim.schedule.table import Schedule
 
 Ints = npt.NDArray[np.int64]
@@ -226,7 +227,7 @@ def issue(kind: int, stage: int, line: Any) -> None:
     if kind != BACKWARD_WEIGHT:
         line.finish[kind, stage, microbatch] = rank.clock
     code = kind if kind == FORWARD else kind + 1
-    line.order[place, rank.issued] = 4 * (microbatch * len(line.stages) + stage) + code
+    line.order[place, rank.issued] = code_of(microbatch * len(line.stages) + stage, code)
     rank.issued += 1
     line.done[kind, stage] += 1
 

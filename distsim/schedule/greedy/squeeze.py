@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.compile import compiled, inner
+from distsim.schedule.codes import code_of
 
 Ints = npt.NDArray[np.int64]
 
@@ -225,6 +226,6 @@ def list_codes(board: Any, split: bool, codes: Any) -> None:
                 continue
             if number != FREE:
                 stage = rank if number in (0, 3, 5) else 2 * ranks - 1 - rank
-                codes[rank, listed, 0] = 4 * (done[number] * 2 * ranks + stage) + kind
+                codes[rank, listed, 0] = code_of(done[number] * 2 * ranks + stage, kind)
                 done[number] += 1
                 listed += 1

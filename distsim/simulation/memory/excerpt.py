@@ -14,6 +14,7 @@ from typing import NamedTuple
 from distsim.ir import Function, Op, Role, Type, Value
 from distsim.program.table import CONCAT, FIRST, LATEST, ONCE, SEND
 from distsim.schedule import LAST, LATER, Kind
+from distsim.schedule.codes import code_of, kind_of, number_of
 from distsim.simulation.memory.rank_calls import BEGINS, Places, RankCalls, SlotCall, TailCall
 
 STEP = -1
@@ -29,16 +30,16 @@ SUMMED_BY = tuple([kind.sums for kind in Kind])
 
 
 Cells = tuple[tuple[tuple[int, int, int], ...], ...]
-"""Cells of a rank, each of one action or two: (4 * i + kind for the i-th stage of the rank, label, partner).
+"""Cells of a rank, each of one action or two: (family, label, partner).
 
-The partner is -1, or that of a pair: 2 * (4 * j + kind), + 1 if it comes first.
+The family is the code of i and kind for the i-th stage of the rank. The partner is -1, or that of a pair:
+2 * its family, + 1 if it comes first.
 """
 
 
-def _summing(family: int) -> tuple[int, int]:
+def summing(family: int) -> int:
     """Return what calls have in common that add to the same sums."""
-    stage, kind = divmod(family, 4)
-    return stage, SUMMED_BY[kind]
+    return code_of(number_of(family), SUMMED_BY[kind_of(family)])
 
 
 class Sample(NamedTuple):
@@ -84,7 +85,7 @@ class Excerpt:
         self.read_so_far: set[int] = set()
         makes = [each.makes for (_, how), each in calls.calls if not how & (BEGINS | LAST)]
         self.summed = {slot for places in makes for slot, which in places if which == ONCE}
-        self.own_sums: dict[tuple[int, int], set[int]] = {}  # that calls of a stage and kind add to
+        self.own_sums: dict[int, set[int]] = {}  # that calls of a stage and kind add to
         self.gradients: list[Value] = []
         self._write_cells()
         self._bring_the_rest()
@@ -133,12 +134,12 @@ class Excerpt:
     # --- rows -----------------------------------------------------------------------------------------
 
     def _write_cells(self) -> None:
-        summing = [_summing(family) for cell in self.sample.cells for family, _, _ in cell]
-        started, left = set[tuple[int, int]](), Counter(summing)
+        groups = [summing(family) for cell in self.sample.cells for family, _, _ in cell]
+        started, left = set[int](), Counter(groups)
         for cell in self.sample.cells:
             sends: list[tuple[int, int]] = []
             for family, label, partner in cell:
-                group = _summing(family)
+                group = summing(family)
                 left[group] -= 1
                 # The first call that adds is the one after that which makes the sums, the last one goes on.
                 wanted = LATER * (group in started) + LAST * (not left[group])
@@ -158,7 +159,7 @@ class Excerpt:
     def _write_call(self, key: CallKey, label: int, call: SlotCall) -> None:
         family, ends = key[0], bool(key[1] & LAST)
         adding = {slot for slot, which in call.makes if which == ONCE and slot in self.summed}
-        own = self.own_sums.setdefault(_summing(family), set())
+        own = self.own_sums.setdefault(summing(family), set())
         own |= adding
         own = own if ends else adding
         reads = [self._read(slot, which, label) for slot, which in call.reads]

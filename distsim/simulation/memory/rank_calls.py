@@ -14,6 +14,7 @@ from distsim.ir import Function, Role, Tensor, Type, Value
 from distsim.program.parts import ProgramInput
 from distsim.program.table import ONCE, SEND, BoundBlock, Key, Table, TableCalls
 from distsim.schedule import FLUSH, LAST, LATER, Kind, Schedule
+from distsim.schedule.codes import code_of, number_of
 from distsim.simulation.memory.plan import gradient_inputs
 
 Slots = tuple[int, ...]
@@ -74,7 +75,7 @@ class TailCall(NamedTuple):
 class RankCalls:
     """What a rank does, whatever its number.
 
-    ``calls`` are by (4 * i + kind for its i-th stage, sum of :data:`LATER` if it adds to sums that were made
+    ``calls`` are by (code of i and kind for its i-th stage, sum of :data:`LATER` if it adds to sums made
     before, :data:`LAST` if it goes on with them and :data:`BEGINS` if it makes what later ones read);
     ``sent`` are the slots of the transfers from it that follow calls, by number, ``brought`` those that such
     transfers bring. ``pairs`` are the places of the inputs that a call (kind and stage, the same sum) reads
@@ -272,7 +273,7 @@ class _Builder:
             self.blocks[self._family(each), _how(each)] = each
 
     def _family(self, block: BoundBlock) -> int:
-        return 4 * self.stages.index(block.stages[0]) + _CODES[block.kind]
+        return code_of(self.stages.index(block.stages[0]), _CODES[block.kind])
 
     def _add_pair(self, block: BoundBlock) -> None:
         """Note what two blocks that overlap read as gradients: more, perhaps, than either of them alone."""
@@ -296,7 +297,7 @@ class _Builder:
             call = SlotCall(block.callee, reads, makes, self.sizes_of(block.callee), tuple(numbers))
             self.calls.append(((family, how), call))
             for slot, which in makes:
-                if which == ONCE and summing.setdefault(slot, family // 4) != family // 4:
+                if which == ONCE and summing.setdefault(slot, number_of(family)) != number_of(family):
                     raise Irregular  # two copies of a stage on one rank make one sum
 
     def _sends(self, key: Key) -> list[int]:

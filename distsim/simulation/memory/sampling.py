@@ -9,7 +9,8 @@ import numpy as np
 
 from distsim.cache import Cache
 from distsim.schedule import IssueOrder
-from distsim.simulation.memory.excerpt import SUMMED_BY, Cells
+from distsim.schedule.codes import code_of, kind_of, number_of
+from distsim.simulation.memory.excerpt import Cells, summing
 from distsim.simulation.memory.kernel import Bools, Ints
 
 
@@ -67,18 +68,18 @@ _LOCAL = Cache[IssueOrder, tuple[Ints, ...]]("actions of ranks, by order", 1)
 def _local_actions(order: IssueOrder) -> tuple[Ints, ...]:
     """Return per rank its cells in turn, [cells, 2, 2]: the family and the microbatch of each action, -1.
 
-    Families are 4 * i + kind for the i-th stage of a rank, microbatches those of all copies of the model.
+    Families are the codes of i and kind for the i-th stage of a rank, microbatches those of all copies.
     """
     schedule = order.schedule
     on_rank = [0] * schedule.num_ranks
     place: list[int] = []
     for rank in schedule.rank_of:
-        place.append(4 * on_rank[rank])
+        place.append(code_of(on_rank[rank], 0))
         on_rank[rank] += 1
     each = np.arange(schedule.num_stages) // max(schedule.chain, 1) * schedule.num_microbatches
     codes, start = schedule.listed
-    number, stage = np.divmod(codes >> 2, max(schedule.num_stages, 1))
-    family, microbatch = np.array(place, np.int64)[stage] + (codes & 3), number + each[stage]
+    number, stage = np.divmod(number_of(codes), max(schedule.num_stages, 1))
+    family, microbatch = np.array(place, np.int64)[stage] + kind_of(codes), number + each[stage]
     actions = np.where(codes[..., None] < 0, -1, np.stack([family, microbatch], axis=-1))
     return tuple(np.split(actions, start[1:-1]))
 
@@ -126,7 +127,7 @@ def _cells(at: Ints, partner: Ints, families: Sequence[int], plain: bool) -> Cel
     which, label = np.nonzero(at >= 0)
     place = at[which, label]
     if plain:
-        adding = np.array([4 * (family // 4) + SUMMED_BY[family % 4] for family in families], np.int64)[which]
+        adding = np.array([summing(family) for family in families], np.int64)[which]
         issued = np.lexsort((place, adding))
         same = adding[issued][1:] == adding[issued][:-1]
         plain = not (same & (np.diff(label[issued]) < 0)).any()

@@ -19,6 +19,7 @@ from distsim.program.parts import Parts
 from distsim.program.table import SEND, BoundBlock, Table
 from distsim.program.table_columns import TableColumns
 from distsim.schedule import Kind
+from distsim.schedule.codes import code_of
 from distsim.simulation.memory.excerpt import Sample
 from distsim.simulation.memory.kernel import Amounts, Ints, Levels, Steps, compose
 from distsim.simulation.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of, resized_ranks
@@ -240,7 +241,7 @@ class _TableRanks:
     def _families(self, block: BoundBlock) -> list[int]:
         stages = self.ranks[block.rank].stages
         pairs = zip(block.stages, block.kind, strict=True)
-        return [4 * stages.index(stage) + _CODES[kind] for stage, kind in pairs]
+        return [code_of(stages.index(stage), _CODES[kind]) for stage, kind in pairs]
 
 
 def _use_of(calls: RankCalls, sample: Sample) -> RankUse:
