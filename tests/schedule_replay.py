@@ -6,10 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distsim.schedule import Schedule
-from distsim.schedule.codes import kind_of, number_of
-
-FORWARD, BACKWARD_WEIGHT = 0, 3
+from distsim.schedule import Action, Schedule
 
 
 def replay(
@@ -25,21 +22,13 @@ def replay(
     or, ``atomic``, starts when both can and gives both results at its end.
     """
     stages, rank_of = made.num_stages, made.rank_of
-    takes = [(f, i + w, i, w) for f, i, w in np.broadcast_to(np.array(seconds), (stages, 3)).tolist()]
-    rows = [[[code for code in cell if code >= 0] for cell in row.tolist()] for row in made.codes]
-    queues = [(row if atomic else [[code] for cell in row for code in cell])[::-1] for row in rows]
-    end: dict[int, float] = {}  # of F by an even number, of B or I by an odd one
-
-    def needs(code: int) -> list[tuple[int, int]]:
-        """What an action waits for: a key of ``end``, and the stage that makes it."""
-        pair, kind = number_of(code), kind_of(code)
-        stage = pair % stages
-        if kind == FORWARD:
-            return [(2 * pair - 2, stage - 1)] if stage % made.chain else []
-        if kind == BACKWARD_WEIGHT:
-            return [(2 * pair + 1, stage)]
-        after = [(2 * pair + 3, stage + 1)] if (stage + 1) % made.chain else []
-        return [(2 * pair, stage), *after]
+    takes = [
+        {"F": f, "B": i + w, "I": i, "W": w}
+        for f, i, w in np.broadcast_to(np.array(seconds), (stages, 3)).tolist()
+    ]
+    queues = [[*row] if atomic else [(each,) for cell in row for each in cell] for row in made.ranks]
+    queues = [row[::-1] for row in queues]
+    end: dict[Action, float] = {}
 
     first, free = [-1.0] * made.num_ranks, [0.0] * made.num_ranks
     left = sum(map(len, queues))
@@ -47,18 +36,16 @@ def replay(
         before = left
         for rank, queue in enumerate(queues):
             while queue:
-                inputs = [need for code in queue[-1] for need in needs(code)]
-                if any(key not in end for key, _ in inputs):
+                inputs = [need for action in queue[-1] for need in made.inputs(action)]
+                if any(need not in end for need in inputs):
                     break
                 cell = queue.pop()
                 start = free[rank]
-                for key, stage in inputs:
-                    start = max(start, end[key] + send * (rank_of[stage] != rank))
+                for need in inputs:
+                    start = max(start, end[need] + send * (rank_of[need.stage] != rank))
                 first[rank] = start if first[rank] < 0 else first[rank]
-                free[rank] = start + sum(takes[number_of(code) % stages][kind_of(code)] for code in cell)
-                for code in cell:
-                    if kind_of(code) != BACKWARD_WEIGHT:
-                        end[2 * number_of(code) + (kind_of(code) != FORWARD)] = free[rank]
+                free[rank] = start + sum(takes[action.stage][action.kind.value] for action in cell)
+                end.update(dict.fromkeys(cell, free[rank]))
                 left -= 1
         assert left < before, "deadlock"
     return max(free), max(last - begin for last, begin in zip(free, first, strict=True))

@@ -2,20 +2,42 @@
 
 import ast
 import re
+from itertools import combinations
 from pathlib import Path
 
 import pytest
 
 from distsim.errors import ScheduleError
-from distsim.schedule import Kind
+from distsim.program import parts
+from distsim.schedule import Kind, one_f_one_b
+from distsim.schedule.action import WAYS, WaitsFor, way_of
+from distsim.simulation.action_times import timed_program
 
 
 def test_what_a_kind_says_is_what_its_microbatch_leaves_behind():
-    """Whole or in halves, a microbatch holds nothing after its backward, and all but W has its own sums."""
-    for ways in ((Kind.FORWARD, Kind.BACKWARD), (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)):
+    """In any way a microbatch holds nothing after its backward, and all but W has its own sums."""
+    for letters in WAYS:
+        ways = [Kind(letter) for letter in letters]
         assert sum(kind.until_i for kind in ways) == sum(kind.pending_w for kind in ways) == 0
         assert len({kind.sums for kind in ways}) == len(ways)
     assert Kind.BACKWARD.sums == Kind.BACKWARD_WEIGHT.sums
+    assert {*"".join(WAYS)} == {kind.value for kind in Kind}
+
+
+def test_every_kind_runs_a_part_of_a_program_and_one_that_does_not_is_named(monkeypatch):
+    assert list(parts._RUNS) == list(Kind)
+    monkeypatch.delitem(parts._RUNS, Kind.BACKWARD)
+    program, _ = timed_program(one_f_one_b(1, 1))
+    with pytest.raises(ScheduleError, match=r"^1f1b: no part of a program is what B \(backward\) runs;"):
+        program.table()
+
+
+def test_the_first_way_that_has_what_is_listed_says_what_is_missing():
+    """By every set of kinds: none is nobody's unless it has B and I, or B and W."""
+    for several in (c for n in range(5) for c in combinations(Kind, n)):
+        found = "".join(kind.value for kind in way_of(sum(kind.bit for kind in several)))
+        halves = not {Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT}.isdisjoint(several)
+        assert found == ("FIW" if halves and Kind.BACKWARD not in several else "" if halves else "FB")
 
 
 def test_a_kind_that_integers_do_not_tell_apart_is_refused():
@@ -24,7 +46,9 @@ def test_a_kind_that_integers_do_not_tell_apart_is_refused():
     try:
         with pytest.raises(ScheduleError, match="'X' is number 7, and the integers of a schedule tell 7"):
             for letter in "UVYX":
-                Kind._member_map_[letter] = Kind._new_member_(Kind, letter, "another", 3, 0, 0)
+                Kind._member_map_[letter] = Kind._new_member_(
+                    Kind, letter, "another", "#000000", 3, 0, 0, WaitsFor()
+                )
         assert set("UVY") < {*Kind._member_map_}
     finally:
         Kind._member_map_.clear()

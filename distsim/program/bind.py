@@ -122,12 +122,7 @@ class Binder:
 
     def part(self, stage: int, kind: Kind) -> Block:
         """Return what an action of a stage runs."""
-        forward, backward, _ = self.parts.blocks[stage % self.chain]
-        if kind is Kind.FORWARD:
-            return forward
-        if kind is Kind.BACKWARD:
-            return backward
-        return self.parts.halves[stage % self.chain][kind is Kind.BACKWARD_WEIGHT]
+        return self.parts.part(stage % self.chain, kind)
 
     def call(self, family: int, place: int, start: bool = True) -> BoundBlock | None:
         """Return the block of an action in its place; None if nobody reads what it makes.

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from distsim.errors import IRError
+from distsim.errors import IRError, ScheduleError
 from distsim.ir import Function, Mesh, Value, substitute
 from distsim.ops.parts import Shard
 from distsim.program.block import FIRST_CALL, LAST_CALL, Block, StageBlocks
@@ -93,6 +93,15 @@ class Parts:
     def halves(self) -> tuple[tuple[Block, Block], ...]:
         """The backward pass of each stage in two: what the stages before wait for, and the rest."""
         return stage_halves(self.blocks) if self.given_halves is None else self.given_halves
+
+    def part(self, stage: int, kind: Kind) -> Block:
+        """Return what an action of a stage runs; raises :class:`ScheduleError` if that is nothing."""
+        if kind not in _RUNS:
+            raise ScheduleError(
+                f"{self.name}: no part of a program is what {kind.value} ({kind.phase}) runs; add a line to "
+                "_RUNS in program/parts.py"
+            )
+        return _RUNS[kind](self, stage)
 
     @cached_property
     def early(self) -> Mapping[int, Block]:
@@ -226,3 +235,12 @@ def _are_alike(one: Block, two: Block, values: Mapping[Value, Value]) -> bool:
         and one.place == two.place
         and (one.names, one.accumulating_names) == (two.names, two.accumulating_names)
     )
+
+
+_RUNS: Mapping[Kind, Callable[[Parts, int], Block]] = {
+    Kind.FORWARD: lambda parts, stage: parts.blocks[stage][0],
+    Kind.BACKWARD: lambda parts, stage: parts.blocks[stage][1],
+    Kind.BACKWARD_INPUT: lambda parts, stage: parts.halves[stage][0],
+    Kind.BACKWARD_WEIGHT: lambda parts, stage: parts.halves[stage][1],
+}
+"""What an action of each kind runs, of a stage."""

@@ -17,10 +17,7 @@ from distsim.schedule import Cell, Kind, Schedule
 from distsim.simulation.schedule_times import ScheduleTimes
 
 COLOURS = {
-    "forward": "#0072b2",
-    "backward": "#d55e00",
-    "backward of inputs": "#f0e442",
-    "backward of weights": "#009e73",
+    **{kind.phase: kind.colour for kind in Kind},
     "update": "#cc79a7",
     "other computation": "#999999",
     "communication": "#333333",

@@ -11,9 +11,9 @@ import numpy as np
 
 from distsim.compile import compiled, inner
 from distsim.schedule.action import Kind, by_code
-from distsim.schedule.codes import code_of, kind_of, number_of
+from distsim.schedule.codes import CODES, code_of, kind_of, number_of
 from distsim.schedule.table import Ints, Schedule
-from distsim.schedule.weights import FLUSH, VersionsRead, versions_read
+from distsim.schedule.weights import ADDS, FLUSH, VersionsRead, versions_read
 
 LATER, LAST = 1, 2
 """What a call of a stage's forward, or backward, is in the order of its rank: not its first, its last; where
@@ -24,6 +24,16 @@ READS_VERSION, UPDATES_AFTER, UPDATES_VERSION = 4, 2, 1
 """What a cell is to the weights without a flush: it reads a version that an update made, an update follows
 it, and that changes a version that an update made."""
 _SUMS = by_code(lambda kind: kind.sums)
+_SAME = _SUMS[:, None] == _SUMS
+"""[codes, codes]: whether kinds add to the same sums."""
+_LATEST = np.stack(
+    [
+        by_code(lambda kind: kind is Kind.FORWARD),
+        by_code(lambda kind: kind.sums == Kind.BACKWARD.sums),
+        by_code(lambda kind: kind.value in Kind.BACKWARD.waits.after),
+    ]
+)
+"""[columns, codes]: which kinds :attr:`IssueOrder.latest` is of."""
 MOST_CANDIDATES = 64
 """How many ways to repeat are tried at a step: an interleaved schedule repeats every p microbatches."""
 
@@ -37,7 +47,9 @@ class IssueOrder:
     backward in reverse: -1). ``code`` [cells, 2] are the actions of each cell as of
     :meth:`Schedule.from_codes`, ``step`` [cells] the step of a cell in its round. ``place`` [cells, 2] tells
     of each action whether its stage has run one of its kind before (:data:`LATER`) and whether it runs none
-    after it (:data:`LAST`), with B and W as one kind: all repetitions of a round agree in that.
+    after it (:data:`LAST`), with kinds that add to the same sums, as B and W, as one: all repetitions of a
+    round agree in that. ``latest`` [stages, 3] are the microbatches of the last F of a stage, of its last B
+    or W, and of its last B or I; -1 for none.
 
     ``version`` [cells] is the version of the weights that a cell reads, by the microbatch whose update made
     it, as of :class:`VersionsRead`, and ``update`` [cells] that which the update after the cell makes: -1 for
@@ -118,9 +130,7 @@ def _folded(schedule: Schedule) -> IssueOrder:
         versions = versions_read(schedule.name, schedule.weights, code[:, 0], stages)
         compared = _with_versions(code[:, 0], schedule, versions)
     count = find_repeats(rank, compared, steps, period, MOST_CANDIDATES, parts)
-    first, last = np.full(3 * stages, -1, np.int64), np.full(3 * stages, -1, np.int64)
-    latest = np.full((stages, 3), -1, np.int64)
-    note_ends(code, max(stages, 1), first, last, latest)
+    first, last, latest = _ends(code, stages)
     rounds: list[tuple[int, int, int, int]] = []  # first cell, cells, repetitions, shift
     for step, length, times, shift in parts[:count].tolist():
         begin, size = int(steps[step]), int(steps[step + length] - steps[step])
@@ -135,13 +145,13 @@ def _folded(schedule: Schedule) -> IssueOrder:
     cells = np.arange(len(within)) - start[within] + begin[within]
     own, ends_own = code[cells], ends_step[cells]
     step = ends_own.cumsum() - ends_own
-    which, place = _kind_of(own, stages), 2 * cells[:, None] + np.arange(2)
+    of, place = (number_of(own) % max(stages, 1), kind_of(own)), 2 * cells[:, None] + np.arange(2)
     there = own >= 0
-    later, ends = there & (first[which] != place), there & (last[which] == place)
+    later, ends = there & (first[of] != place), there & (last[of] == place)
     version = update = np.full(len(cells), -1, np.int64)
     if versions is not None:
         version, update = versions.read[cells], versions.update[cells]
-        adds = np.isin(kind_of(own[:, 0]), (Kind.BACKWARD.code, Kind.BACKWARD_WEIGHT.code))
+        adds = ADDS[kind_of(own[:, 0])]
         later[:, 0] = np.where(adds, ~versions.first[cells], later[:, 0])
         ends[:, 0] = np.where(adds, versions.last[cells], ends[:, 0])
     columns = (
@@ -159,6 +169,18 @@ def _folded(schedule: Schedule) -> IssueOrder:
     for column in columns:
         column.setflags(write=False)
     return IssueOrder(schedule, *columns)
+
+
+def _ends(code: Ints, stages: int) -> tuple[Ints, Ints, Ints]:
+    """Return the first and the last place, [stages, codes], in which a stage adds to the sums of a kind, and
+    :attr:`IssueOrder.latest`."""
+    first, last = np.full((2, stages, CODES), -1, np.int64)
+    note_ends(code, code_of(max(stages, 1), 0), first.reshape(-1), last.reshape(-1))
+    none = 2 * len(code)
+    begins = np.where(_SAME & (first >= 0)[:, None], first[:, None], none).min(axis=2)
+    place = np.where(_LATEST, last[:, None], -1).max(axis=2, initial=-1)
+    latest = np.where(place < 0, -1, number_of(np.append(code, -1)[place]) // max(stages, 1))
+    return begins, np.where(_SAME, last[:, None], -1).max(axis=2), latest
 
 
 def _with_versions(code: Ints, schedule: Schedule, versions: VersionsRead) -> Ints:
@@ -183,11 +205,6 @@ def _with_versions(code: Ints, schedule: Schedule, versions: VersionsRead) -> In
 def _among(places: Ints, begin: int, size: int) -> bool:
     """Whether one of these places, two to a cell, is in one of so many cells."""
     return bool(((places >= 2 * begin) & (places < 2 * (begin + size))).any())
-
-
-def _kind_of(code: Ints, num_stages: int) -> Ints:
-    """Return 3 * stage + kind of codes, with B and W, which add to the same sums, as one kind; 0 for none."""
-    return np.where(code < 0, 0, number_of(code) % max(num_stages, 1) * 3 + _SUMS[kind_of(code)])
 
 
 @inner
@@ -260,26 +277,16 @@ def find_repeats(rank: Any, code: Any, steps: Any, period: int, most: int, parts
 
 
 @compiled
-def note_ends(code: Any, stages: int, first: Any, last: Any, latest: Any) -> None:
+def note_ends(code: Any, period: int, first: Any, last: Any) -> None:
     """Note where each stage runs each kind of action first and last, in places: two to a cell.
 
-    ``first`` and ``last`` [3 * stages] are by F, B or W, and I of each stage; ``latest`` [stages, 3] is
-    filled with the microbatch of its last F, its last B or W, its last B or I.
+    ``first`` and ``last`` are by codes modulo ``period``, and -1: they stay so where a stage runs none.
     """
     for cell in range(len(code)):
         for k in range(2):
             if code[cell, k] < 0:
                 continue
-            kind, number = kind_of(code[cell, k]), number_of(code[cell, k])
-            microbatch = number // stages  # a division takes as long as all else here
-            stage = number - microbatch * stages
-            which = 3 * stage + (0 if kind == 0 else 2 if kind == 2 else 1)
-            if first[which] < 0:
-                first[which] = 2 * cell + k
-            last[which] = 2 * cell + k
-            if kind == 0:
-                latest[stage, 0] = microbatch
-            if kind == 1 or kind == 3:
-                latest[stage, 1] = microbatch
-            if kind == 1 or kind == 2:
-                latest[stage, 2] = microbatch
+            family = code[cell, k] - code[cell, k] // period * period  # a division takes as long as all else
+            if first[family] < 0:
+                first[family] = 2 * cell + k
+            last[family] = 2 * cell + k

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from itertools import islice
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, combinations, islice
 
 from distsim.errors import ScheduleError
-from distsim.schedule.action import Action, Cell, Kind, cell_text
+from distsim.schedule.action import WAYS, Action, Cell, Kind, cell_text, way_of
 
 Ranks = tuple[tuple[Cell, ...], ...]
 
@@ -36,9 +36,10 @@ def check_complete(
 ) -> None:
     """Verify that every action is there once, on the rank of its stage; raise :class:`ScheduleError`.
 
-    A stage runs of each microbatch F, and either B or both I and W.
+    A stage runs of each microbatch all of one of :data:`WAYS`, and nothing else.
     """
     seen: set[Action] = set()
+    listed: dict[tuple[int, int], int] = {}  # kinds by stage and microbatch
     for rank, cells in enumerate(ranks):
         for cell in cells:
             check_cell(name, rank, cell, num_stages, num_microbatches)
@@ -51,22 +52,30 @@ def check_complete(
                 if action in seen:
                     raise ScheduleError(f"{name}: {action} is listed twice; run each action once")
                 seen.add(action)
-    for action in sorted(seen):
-        whole = Action(Kind.BACKWARD, action.stage, action.microbatch)
-        half = Action(Kind.BACKWARD_INPUT, action.stage, action.microbatch)
-        halved = action.kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
-        if halved and whole in seen:
-            raise ScheduleError(f"{name}: lists both {whole} and {action}; run B, or I and W")
-        if action.kind is Kind.BACKWARD_WEIGHT and half not in seen:
-            raise ScheduleError(f"{name}: lists {action} without {half}; run B, or I and W")
-    halves = sum(action.kind is Kind.BACKWARD_INPUT for action in seen)
-    missing = 2 * num_stages * num_microbatches + halves - len(seen)
+                place = action.stage, action.microbatch
+                listed[place] = listed.get(place, 0) | action.kind.bit
+    for place, kinds in sorted(listed.items()):
+        if not way_of(kinds):
+            clash = " and ".join([str(Action(kind, *place)) for kind in _clash(kinds)])
+            raise ScheduleError(f"{name}: lists both {clash}; {_ways()}")
+    missing = len(WAYS[0]) * (num_stages * num_microbatches - len(listed))
+    missing += sum(len(way_of(kinds)) for kinds in listed.values()) - len(seen)
     if missing:
-        names = ", ".join(map(str, islice(_missing(num_stages, num_microbatches, seen), 5)))
+        names = ", ".join(map(str, islice(_missing(num_stages, num_microbatches, listed), 5)))
         more = f" and {missing - 5} more" if missing > 5 else ""
-        raise ScheduleError(
-            f"{name}: missing {names}{more}; a stage runs F and B, or F, I and W, of every microbatch"
-        )
+        raise ScheduleError(f"{name}: missing {names}{more}; {_ways()}")
+
+
+def _ways() -> str:
+    ways = [f"{', '.join(letters[:-1])} and {letters[-1]}" for letters in WAYS]
+    return f"a stage runs {', or '.join(ways)}, of every microbatch"
+
+
+def _clash(kinds: int) -> tuple[Kind, ...]:
+    """Return the fewest kinds, of some that no way has, that no way has."""
+    of = [kind for kind in Kind if kind.bit & kinds]
+    several = chain.from_iterable(combinations(of, count) for count in range(2, len(of) + 1))
+    return next(some for some in several if not way_of(sum([kind.bit for kind in some])))
 
 
 def check_cell(name: str, rank: int, cell: Cell, num_stages: int, num_microbatches: int) -> None:
@@ -84,16 +93,16 @@ def check_cell(name: str, rank: int, cell: Cell, num_stages: int, num_microbatch
         )
 
 
-def _missing(num_stages: int, num_microbatches: int, seen: set[Action]) -> Iterator[Action]:
-    """Yield what is missing, as B where neither half is there."""
-    for kind in (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_WEIGHT):
+def _missing(
+    num_stages: int, num_microbatches: int, listed: Mapping[tuple[int, int], int]
+) -> Iterator[Action]:
+    """Yield what the ways need besides the kinds that are listed, by stage and microbatch."""
+    for kind in Kind:
         for stage in range(num_stages):
             for microbatch in range(num_microbatches):
-                halved = Action(Kind.BACKWARD_INPUT, stage, microbatch) in seen
-                action = Action(kind, stage, microbatch)
-                wanted = kind is Kind.FORWARD or halved == (kind is Kind.BACKWARD_WEIGHT)
-                if wanted and action not in seen:
-                    yield action
+                kinds = listed.get((stage, microbatch), 0)
+                if kind in way_of(kinds) and not kind.bit & kinds:
+                    yield Action(kind, stage, microbatch)
 
 
 def deadlock(

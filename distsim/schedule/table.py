@@ -10,11 +10,11 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import ScheduleError
-from distsim.schedule.action import Action, Cell, Kind, by_code, cell_text
+from distsim.schedule.action import Action, Cell, Kind, by_code, cell_text, way_of
 from distsim.schedule.cells import cells_of, check_codes, codes_of
-from distsim.schedule.codes import CODES, code_of, kind_of, number_of
+from distsim.schedule.codes import kind_of, number_of
 from distsim.schedule.refusals import Ranks, check_complete, check_placement, count, deadlock
-from distsim.schedule.steps import run_steps
+from distsim.schedule.steps import RULES, SUM_OF_KINDS, Listing, run_steps
 from distsim.schedule.weights import FLUSH, Weights, check_weights, versions_held
 
 Ints = npt.NDArray[np.int64]
@@ -218,27 +218,27 @@ class Schedule:
     def inputs(self, action: Action) -> tuple[Action, ...]:
         """Actions that must finish before `action` starts, whatever the order on its rank.
 
-        A forward needs the forward of the same microbatch on the stage before; B and I need the forward
-        on their own stage, and B or I, whichever is listed, on the stage after; W needs the I of its own
-        stage. The first stage of a copy has none before, its last none after.
+        As its line of :class:`Kind` says: a forward needs the forward of the same microbatch on the stage
+        before; B and I need the forward on their own stage, and B or I, whichever is listed, on the stage
+        after; W needs the I of its own stage. The first stage of a copy has none before, its last none after.
         """
-        stage, microbatch = action.stage, action.microbatch
-        if action.kind is Kind.FORWARD:
-            return (Action(Kind.FORWARD, stage - 1, microbatch),) if stage % self.chain else ()
-        if action.kind is Kind.BACKWARD_WEIGHT:
-            return (Action(Kind.BACKWARD_INPUT, stage, microbatch),)
-        forward = Action(Kind.FORWARD, stage, microbatch)
-        if (stage + 1) % self.chain == 0:
-            return (forward,)
-        halved = (stage + 1, microbatch) in self._halved
-        kind = Kind.BACKWARD_INPUT if halved else Kind.BACKWARD
-        return (forward, Action(kind, stage + 1, microbatch))
+        stage, waits, found = action.stage, action.kind.waits, list[Action]()
+        for letters, other in ((waits.before, stage - 1), (waits.own, stage), (waits.after, stage + 1)):
+            if letters and other // self.chain == stage // self.chain:
+                kinds = self._listed.get((other, action.microbatch), 0)
+                kinds |= action.kind.bit if other == stage else 0
+                found += [Action(k, other, action.microbatch) for k in way_of(kinds) if k.value in letters]
+        return tuple(found)
 
     @cached_property
-    def _halved(self) -> frozenset[tuple[int, int]]:
-        """(stage, microbatch) of every backward that is listed in two halves."""
-        listed = (action for actions in self.actions for action in actions)
-        return frozenset((a.stage, a.microbatch) for a in listed if a.kind is Kind.BACKWARD_INPUT)
+    def _listed(self) -> dict[tuple[int, int], int]:
+        """By stage and microbatch the kinds that are listed, as of :func:`way_of`."""
+        found: dict[tuple[int, int], int] = {}
+        for actions in self.actions:
+            for action in actions:
+                place = action.stage, action.microbatch
+                found[place] = found.get(place, 0) | action.kind.bit
+        return found
 
     def in_flight(self, rank: int) -> int:
         """Most pairs of a stage and a microbatch that are past F and not past B, or W, at once on `rank`.
@@ -367,8 +367,9 @@ class Schedule:
         cells, start = self.listed
         order, ends_step = np.zeros(listed, np.int64), np.zeros(listed, np.bool_)
         position, rank_of = np.zeros(self.num_ranks, np.int64), np.array(self.rank_of, np.int64)
-        finished = np.zeros(code_of(self.num_stages * self.num_microbatches, 0) + CODES, np.int32)
-        ran = run_steps(cells, start, rank_of, max(self.chain, 1), finished, order, ends_step, position)
+        left = np.zeros(self.num_stages * self.num_microbatches + 1, SUM_OF_KINDS)
+        rows = Listing(cells, start, rank_of, max(self.chain, 1))
+        ran = run_steps(rows, RULES, left, order, ends_step, position)
         if ran < 0:
             check_complete(*sizes, self.num_microbatches, self.rank_of, self.ranks)
         if ran < listed:
