@@ -5,13 +5,15 @@ import re
 from itertools import combinations
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from distsim.errors import ScheduleError
+from distsim.errors import PartitionError, ScheduleError
 from distsim.program import parts
-from distsim.schedule import Kind, one_f_one_b
+from distsim.schedule import Kind, one_f_one_b, torch_csv, write_csv
 from distsim.schedule.action import WAYS, WaitsFor, way_of
 from distsim.simulation.action_times import timed_program
+from distsim.stage_balance import tables
 
 
 def test_what_a_kind_says_is_what_its_microbatch_leaves_behind():
@@ -30,6 +32,17 @@ def test_every_kind_runs_a_part_of_a_program_and_one_that_does_not_is_named(monk
     program, _ = timed_program(one_f_one_b(1, 1))
     with pytest.raises(ScheduleError, match=r"^1f1b: no part of a program is what B \(backward\) runs;"):
         program.table()
+
+
+def test_what_knows_some_kinds_refuses_the_others_by_name(monkeypatch):
+    """Torch's tables, and the times by which stages are balanced."""
+    made = one_f_one_b(1, 1)
+    monkeypatch.setattr(torch_csv, "_LETTERS", "FIW")
+    with pytest.raises(ScheduleError, match=r"^1f1b: torch's tables have no B \(backward\), as of B0@0"):
+        write_csv(made)
+    monkeypatch.setattr(tables, "_PHASE_OF", np.array([0, -1, 2, 3, -1, -1, -1, -1]))
+    with pytest.raises(PartitionError, match=r"^1f1b runs B \(backward\), and stages are balanced by"):
+        tables.order_of(made)
 
 
 def test_the_first_way_that_has_what_is_listed_says_what_is_missing():

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distsim.errors import ScheduleError
-from distsim.schedule.action import LETTERS, Action, Cell, Kind, cell_text
+from distsim.schedule.action import Action, Cell, Kind, cell_text
 from distsim.schedule.table import Schedule
 from distsim.schedule.weights import FLUSH, Weights
 
@@ -25,7 +25,11 @@ MAX_WORK = 2**28
 MAX_CELLS = 2**20
 """The most cells that a table may have, empty ones among them."""
 
-_ACTION = re.compile(rf"([0-9]{{1,7}})([{LETTERS}])([0-9]{{1,7}})")
+_LETTERS = "FIBW"
+"""The kinds that torch's ``_Action.from_str`` reads as computation (``_action_regex`` of its file, commit
+00722e648b); :class:`Kind` has torch's letters."""
+
+_ACTION = re.compile(rf"([0-9]{{1,7}})([{_LETTERS}])([0-9]{{1,7}})")
 _PAIR = re.compile(r"\(([^;()]*);([^;()]*)\)OVERLAP_F_B")
 _COMMUNICATION = re.compile(r"[0-9]+(?:SEND_F|RECV_F|SEND_B|RECV_B|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
 _KINDS = {kind.value: kind for kind in Kind}
@@ -107,7 +111,8 @@ def write_csv(schedule: Schedule) -> str:
     """Return a schedule as a table: see :func:`read_csv`, which reads it back.
 
     Raises:
-        ScheduleError: two actions overlap that are not a forward and a B or I.
+        ScheduleError: two actions overlap that are not a forward and a B or I, or one is of a kind that torch
+            does not have.
 
     >>> from distsim.schedule import one_f_one_b
     >>> print(write_csv(one_f_one_b(2, 2)), end="")
@@ -118,6 +123,12 @@ def write_csv(schedule: Schedule) -> str:
 
 
 def _written(schedule: Schedule, cell: Cell) -> str:
+    for action in cell:
+        if action.kind.value not in _LETTERS:
+            raise ScheduleError(
+                f"{schedule.name}: torch's tables have no {action.kind.value} ({action.kind.phase}), as of "
+                f"{action}; leave it out, or keep the schedule as Python that makes it"
+            )
     texts = [f"{action.stage}{action.kind.value}{action.microbatch}" for action in cell]
     if len(cell) == 1:
         return texts[0]

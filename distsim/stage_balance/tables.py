@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import PartitionError
-from distsim.schedule import FLUSH, SCHEDULES, Schedule, schedule
+from distsim.schedule import FLUSH, SCHEDULES, Kind, Schedule, schedule
+from distsim.schedule.action import by_code
 from distsim.schedule.codes import kind_of, number_of
 from distsim.schedule.table import Ints
 from distsim.stage_balance.cost import BlockCost, Communication, check_count
@@ -29,6 +30,11 @@ STAGE = np.dtype(
 )
 EDGE = np.dtype([("rest", float), ("rest_more", float)], align=True)
 SENDS = np.dtype([("ahead", float), ("back", float)], align=True)
+
+
+_PHASES = ("F", "B", "I", "W")
+"""The kinds that the loops know: a task's phase is the place of its kind here."""
+_PHASE_OF = by_code(lambda kind: _PHASES.index(kind.value) if kind.value in _PHASES else -1)
 
 
 class Order(NamedTuple):
@@ -93,15 +99,24 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
 
 
 def order_of(schedule: Schedule) -> Order:
-    """Return the tasks of a schedule; raises ``ScheduleError`` as its ``check()``."""
+    """Return the tasks of a schedule; raises ``ScheduleError`` as its ``check()``.
+
+    Raises :class:`PartitionError` for a kind of action whose time nobody says here.
+    """
     ranks, _ = schedule.merged()
     codes = schedule.codes_in_order
     count, m = schedule.num_stages, schedule.num_microbatches
     plain = count == schedule.num_ranks and schedule.rank_of == tuple(range(count))
-    plain = plain and not ((codes[:, 1] >= 0) | (kind_of(codes[:, 0]) > 1)).any()
     rank, flat = np.repeat(ranks, 2), codes.ravel()
     rank, flat = rank[flat >= 0], flat[flat >= 0]
-    kind, number = kind_of(flat), number_of(flat)
+    kind, number = _PHASE_OF[kind_of(flat)], number_of(flat)
+    if (kind < 0).any():
+        unknown = tuple(Kind)[kind_of(int(flat[kind < 0][0]))]
+        raise PartitionError(
+            f"{schedule.name} runs {unknown.value} ({unknown.phase}), and stages are balanced by the times "
+            f"of {', '.join(_PHASES)}; give stages by their sizes, or a schedule of these"
+        )
+    plain = plain and len(flat) == len(codes) and not (kind > 1).any()
     stage, microbatch = number % max(count, 1), number // max(count, 1)
     tasks = _records(TASK, (len(flat),), stage, kind, microbatch, rank)
     aligned, paired, due = plain, np.ones((count + 1, m), np.bool_), np.zeros(m, np.int64)
