@@ -10,6 +10,7 @@ import pytest
 
 from distsim.cli import main, parsers
 from distsim.hardware import load_cluster
+from distsim.schedule import SCHEDULES
 
 ROOT = Path(__file__).parents[1]
 PAGES = {
@@ -95,6 +96,13 @@ def test_a_study_in_five_lines(monkeypatch, tmp_path):
     exec(compile(code, "docs/tutorial.md", "exec"), names)
     assert {"plan", "step_s", "mfu", "fits"} <= set(names["table"].columns) and len(names["table"]) > 4
     assert (tmp_path / "plans.png").stat().st_size > 5000
+
+
+def test_the_page_of_schedules_names_those_of_the_catalogue():
+    listed = re.search(r"\bSchedules are (.*?) `--csv`", PAGES["docs/how-to/schedule.md"], re.DOTALL)
+    assert listed is not None
+    names = [name for name in re.findall(r"`(.*?)`", listed[1]) if not name.startswith("--")]
+    assert sorted(names) == sorted(SCHEDULES)
 
 
 def test_links_between_pages_lead_somewhere():
