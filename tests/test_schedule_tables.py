@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from schedule_replay import peaks, replay
 
 from distsim.errors import ScheduleError
-from distsim.schedule import Action, Cell, Kind, Schedule, Weights
+from distsim.schedule import LETTERS, Action, Cell, Kind, Schedule, Weights
 from distsim.schedule.codes import code_of
 
-F, B, I, W = Kind  # noqa: E741
+F, B, I, W = map(Kind, "FBIW")  # noqa: E741
 
 
 def needs(action: Action, chain: int, halved: set[tuple[int, int]]) -> list[Action]:
@@ -139,7 +139,7 @@ def test_damage_is_refused_alike_in_integers_and_in_actions(seed):
             found.append(str(error))
     assert len(found) in (0, 2) and len(set(found)) <= 1
     assert how in ("swap", "move", "change", "pair") or found
-    assert all(re.search(r"[FBIW]-?\d+@\d+|rank \d+ holds no stage", text) for text in found)
+    assert all(re.search(rf"[{LETTERS}]-?\d+@\d+|rank \d+ holds no stage", text) for text in found)
 
 
 def chain_of_two(**changes: object) -> Schedule:

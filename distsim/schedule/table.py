@@ -84,7 +84,7 @@ class Schedule:
     ) -> Schedule:
         """Make a schedule of integers, [cells, 2] per rank: a cell's first action and its second, or -1.
 
-        The code of an action is (microbatch * num_stages + stage) * 8 + kind, of kinds F 0, B 1, I 2, W 3.
+        The code of an action is (microbatch * num_stages + stage) * 8 + kind, as :attr:`Kind.code`: F 0, B 1.
 
         Raises:
             ScheduleError: a code is of no kind.
