@@ -294,12 +294,15 @@ def test_wrong_integers_are_refused_by_the_names_of_their_actions(codes, message
             verify()
 
 
-@pytest.mark.parametrize(("cell", "code", "kind"), [((6, -1), 6, 6), ((-1, 0), -1, 7), ((0, -2), -2, 6)])
-def test_codes_of_no_kind_are_refused_where_they_come_in(cell, code, kind):
-    with pytest.raises(
-        ScheduleError, match=rf"mine: rank 1 lists the code {code}, of kind {kind}; kinds are F 0,"
-    ):
-        Schedule.from_codes("mine", 2, 1, [np.array([[0, -1]]), np.array([[8, -1], cell])])
+@pytest.mark.parametrize(
+    ("cell", "code", "kind"), [((6, -1), 6, 6), ((15, -1), 15, 7), ((-1, 0), -1, 7), ((0, -2), -2, 6)]
+)
+def test_codes_of_no_kind_are_refused_by_whoever_looks_at_them(cell, code, kind):
+    rows = [[0, -1], [1, -1]], [[8, -1], [9, -1], cell]
+    made = Schedule.from_codes("mine", 2, 1, [np.array(row) for row in rows])
+    for verify in (made.check, partial(issue_order, made), partial(str, made)):
+        with pytest.raises(ScheduleError, match=f"mine: rank 1 lists the code {code}, of kind {kind}; kinds"):
+            verify()
 
 
 def test_a_schedule_of_nothing_has_no_steps():

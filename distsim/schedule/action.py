@@ -110,7 +110,7 @@ def way_of(kinds: int) -> tuple[Kind, ...]:
 _WAYS = [tuple(map(Kind, letters)) for letters in WAYS]
 _WAY_OF = [
     next((way for way in _WAYS if kinds & ~sum([kind.bit for kind in way]) == 0), ())
-    for kinds in range(1 << NO_KIND)
+    for kinds in range(1 << CODES)
 ]
 
 LETTERS = "".join([kind.value for kind in Kind])

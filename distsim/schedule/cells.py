@@ -28,8 +28,7 @@ def codes_of(name: str, rank: int, cells: Sequence[Cell], num_stages: int, num_m
     return row
 
 
-def check_codes(name: str, rank: int, row: Ints) -> None:
-    """Verify that codes are of kinds that there are; raise :class:`ScheduleError`, which names them."""
+def _check_codes(name: str, rank: int, row: Ints) -> None:
     unknown = kind_of(row) >= len(_KINDS)
     unknown[:, 1] &= row[:, 1] != -1
     if not unknown.any():
@@ -42,8 +41,9 @@ def check_codes(name: str, rank: int, row: Ints) -> None:
     )
 
 
-def cells_of(row: Ints, num_stages: int) -> tuple[Cell, ...]:
-    """Return the cells of codes that :func:`check_codes` lets pass."""
+def cells_of(name: str, rank: int, row: Ints, num_stages: int) -> tuple[Cell, ...]:
+    """Return the cells of codes; raises :class:`ScheduleError` for one of no kind."""
+    _check_codes(name, rank, row)
     stages = max(num_stages, 1)
     there = row.ravel() != -1
     kinds: list[int] = kind_of(row.ravel()[there]).tolist()

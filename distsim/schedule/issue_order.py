@@ -179,7 +179,8 @@ def _ends(code: Ints, stages: int) -> tuple[Ints, Ints, Ints]:
     none = 2 * len(code)
     begins = np.where(_SAME & (first >= 0)[:, None], first[:, None], none).min(axis=2)
     place = np.where(_LATEST, last[:, None], -1).max(axis=2, initial=-1)
-    latest = np.where(place < 0, -1, number_of(np.append(code, -1)[place]) // max(stages, 1))
+    latest = np.full(place.shape, -1, np.int64)
+    latest[place >= 0] = number_of(code.reshape(-1)[place[place >= 0]]) // max(stages, 1)
     return begins, np.where(_SAME, last[:, None], -1).max(axis=2), latest
 
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from distsim.compile import compiled, inner
 from distsim.schedule.action import Kind, by_code, way_of
-from distsim.schedule.codes import NO_KIND, kind_of, number_of
+from distsim.schedule.codes import CODES, kind_of, number_of
 
 
 class Listing(NamedTuple):
@@ -38,8 +38,8 @@ def _sum(letters: str) -> int:
     return sum([Kind(letter).bit for letter in letters])
 
 
-_SUMS = range(1 << NO_KIND)
-SUM_OF_KINDS = np.min_scalar_type(_SUMS.stop)
+_SUMS = range(1 << CODES)
+SUM_OF_KINDS = np.min_scalar_type(_SUMS[-1])
 """The smallest integers that hold a sum of kinds: of many microbatches they are looked at all the time."""
 RULES = Rules(
     np.array([kinds > 0 and kinds == sum([kind.bit for kind in way_of(kinds)]) for kinds in _SUMS]),

@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind, by_code, cell_text, way_of
-from distsim.schedule.cells import cells_of, check_codes, codes_of
+from distsim.schedule.cells import cells_of, codes_of
 from distsim.schedule.codes import kind_of, number_of
 from distsim.schedule.refusals import Ranks, check_complete, check_placement, count, deadlock
 from distsim.schedule.steps import RULES, SUM_OF_KINDS, Listing, run_steps
@@ -85,17 +85,14 @@ class Schedule:
         """Make a schedule of integers, [cells, 2] per rank: a cell's first action and its second, or -1.
 
         The code of an action is (microbatch * num_stages + stage) * 8 + kind, as :attr:`Kind.code`: F 0, B 1.
-
-        Raises:
-            ScheduleError: a code is of no kind.
+        One of no kind is refused as soon as the schedule is verified or looked at.
 
         >>> print(Schedule.from_codes("one", 1, 1, [np.array([[0, -1], [2, -1], [3, -1]])]))
-        one: 1 stage, 1 microbatch
-        rank 0: F0 I0 W0
+               one: 1 stage, 1 microbatch
+               rank 0: F0 I0 W0
         """
         rows = [row if _frozen(row) else np.array(row, np.int64).reshape(-1, 2) for row in codes]
-        for rank, row in enumerate(rows):
-            check_codes(name, rank, row)
+        for row in rows:
             row.setflags(write=False)
         made = cls.__new__(cls)
         made._set(name, num_stages, num_microbatches, len(rows), rank_of, copies, weights)
@@ -121,8 +118,10 @@ class Schedule:
 
     @cached_property
     def ranks(self) -> Ranks:
-        """The cells of each rank, in its order."""
-        return tuple(cells_of(row, self.num_stages) for row in self._codes or ())
+        """The cells of each rank, in its order; raises :class:`ScheduleError` for a code of no kind."""
+        return tuple(
+            cells_of(self.name, rank, row, self.num_stages) for rank, row in enumerate(self._codes or ())
+        )
 
     @cached_property
     def actions(self) -> tuple[tuple[Action, ...], ...]:
