@@ -39,6 +39,14 @@ def test_megatron_is_as_old_as_a_column_says_or_its_paper_is(column, text, kerne
     assert case_of(GPT | {column: text}).kernels == kernels
 
 
+@pytest.mark.parametrize("name", ["FairScale", "axolotl 0.8", "TRL", "PyTorch Lightning", "verl (FSDP)"])
+def test_trainers_around_torch_are_taken_for_its_fsdp(name):
+    case = case_of(LLAMA | {"framework": name})
+    assert case.stack.name == "torchtitan" and any(
+        "the stack torchtitan for" in each for each in case.assumed
+    )
+
+
 @pytest.mark.parametrize(
     ("zero", "stack", "kernels"),
     [

@@ -16,7 +16,11 @@ FRAMEWORKS = (
     ("megatron.*deepspeed", "deepspeed", "fused_deepspeed"),  # the model is Megatron-LM's
     ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
     ("composer|llm-?foundry", "composer", None),
-    ("fsdp|olmo|torchtune|lit-?gpt|accelerate", "torchtitan", None),
+    (
+        r"fsdp|fairscale|olmo|torchtune|lit-?gpt|lightning|accelerate|axolotl|\btrl\b|\bverl\b",
+        "torchtitan",
+        None,
+    ),
     ("parax|alpa|jax|xla|maxtext|levanter|easylm", "plain", "compiled"),
     ("megatron|megascale|nemo|mcore|galvatron|transformer ?engine", "megatron", None),
     ("pytorch|torch|transformers|hugging ?face", "plain", None),
