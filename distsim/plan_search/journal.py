@@ -1,7 +1,8 @@
 """What a search has found so far, in a file that is appended to: a line of JSON for each plan that was tried.
 
-The first line says which search it is, the model, the cluster and the kernels. Plans may be added, and more
-of the best asked for: what is there is not tried again.
+The first line says which search it is, the model, the cluster and the kernels, and which distsim wrote it:
+versions may find other figures of a plan, which are not to be compared. Plans may be added, and more of the
+best asked for: what is there is not tried again.
 """
 
 from __future__ import annotations
@@ -13,12 +14,14 @@ import time
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
 
+import msgspec
+
 from distsim.errors import SimulationError
 from distsim.ir import Function, Topology, pformat
-from distsim.plan_search.bounds.layer_work import LayerPassage, LayerWork, StageWork
 from distsim.plan_search.trial import PlanTrial
 from distsim.report.output import check_target, replacing
 from distsim.transforms.kernels.policies import Kernels
@@ -31,7 +34,7 @@ _NAMES = {field.name for field in fields(PlanTrial)}
 def format_of(kind: type) -> str:
     """Return what is equal for records of the same fields, in their order, and of the same records in these.
 
-    >>> format_of(StageWork) == format_of(StageWork) != format_of(LayerPassage)
+    >>> format_of(PlanTrial) == format_of(PlanTrial) != format_of(TrialJournal)
     True
     """
     return f"{zlib.crc32(json.dumps(_fields_of(kind)).encode()):08x}"
@@ -44,6 +47,11 @@ def _fields_of(hint: Any) -> Any:
     return [own for argument in get_args(hint) if (own := _fields_of(argument))]
 
 
+def distsim_version() -> str:
+    """Return the version of this distsim."""
+    return str(import_module("distsim").__version__)
+
+
 @dataclass(frozen=True)
 class TrialJournal:
     """A journal in a file: ``subject`` is what people call the search, ``digest`` tells it from others."""
@@ -54,16 +62,17 @@ class TrialJournal:
 
     def begin(self) -> None:
         """Write the first line of a new file, in the place of one that there is."""
-        line = json.dumps({"format": format_of(PlanTrial), "subject": self.subject, "digest": self.digest})
+        head = {"format": format_of(PlanTrial), "version": distsim_version()}
+        line = json.dumps({**head, "subject": self.subject, "digest": self.digest})
         with replacing(self.path) as file:  # there is no moment at which it is there without its first line
             file.write(f"{line}\n".encode())
 
     def read(self) -> JournalContent:
         """Return what is in the file; what follows its last whole line is cut off.
 
-        A line that is damaged, or was changed, counts for nothing. Raises :class:`SimulationError` for a
-        file that is no journal, one of a distsim whose trials have other fields, or one of another search,
-        and leaves it as it is.
+        A line that is damaged, was changed, or is no record of a plan that was tried counts for nothing.
+        Raises :class:`SimulationError` for a file that is no journal, one of a distsim of another version or
+        whose trials have other fields, or one of another search, and leaves it as it is.
         """
         check_target(self.path)
         if not self.path.exists():
@@ -72,6 +81,13 @@ class TrialJournal:
         head = _record(lines[0]) if lines else None
         if head is None or not head.keys() >= {"format", "digest"}:
             raise SimulationError(f"{self.path} is no journal of a search; name another file")
+        version = head.get("version", "without a version")  # as those were before it was written down
+        if version != distsim_version():
+            raise SimulationError(
+                f"{self.path} is a journal of distsim {version!s:.20}, and this is distsim "
+                f"{distsim_version()}, which may find other figures of a plan; leave --resume out to write "
+                "it anew, name another file, or resume it with the distsim that wrote it"
+            )
         if head["format"] != format_of(PlanTrial):
             raise SimulationError(
                 f"{self.path} is a journal of another version of distsim, which knew other figures of a plan "
@@ -108,16 +124,19 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def _trial(line: bytes) -> PlanTrial | None:
-    """Return the trial of a line; None for one that is not as it was written."""
+    """Return the trial of a line; None for one that is not as a journal has it.
+
+    A checksum tells that a line was torn or edited, not that its values are of the types that they are read
+    as. Plans that were discarded are in no journal: that they were depends on what else a search has found.
+    """
     own = _record(line) or {}
-    if own.pop(_CHECK, None) != _checksum(own) or not own.keys() <= _NAMES or "text" not in own:
+    if own.pop(_CHECK, None) != _checksum(own) or not own.keys() <= _NAMES:
         return None
-    layers = own.pop("layers", None)
-    if layers is not None:
-        made = LayerWork(*layers)
-        passage = None if made.passage is None else LayerPassage(*made.passage)
-        layers = made._replace(stages=tuple([StageWork(*stage) for stage in made.stages]), passage=passage)
-    return PlanTrial(**own, layers=layers)
+    try:
+        trial = msgspec.convert(own, PlanTrial)
+    except msgspec.ValidationError:
+        return None
+    return None if trial.discarded else trial
 
 
 def _checksum(record: Mapping[str, Any]) -> int:

@@ -24,7 +24,7 @@ from uuid import uuid4
 from distsim.errors import SimulationError
 from distsim.plan import Plan
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
-from distsim.plan_search.journal import JournalWriter
+from distsim.plan_search.journal import JournalWriter, distsim_version
 from distsim.plan_search.trial import PlanTrial
 
 
@@ -260,7 +260,7 @@ def dask_workers(address: str, seconds: float = 30.0) -> RemoteWorkers:
         ) from None
     try:
         client.wait_for_workers(1, timeout=seconds)
-        own, found = _version(), {str(version) for version in client.run(_version).values()}
+        own, found = distsim_version(), {str(version) for version in client.run(distsim_version).values()}
     except TimeoutError:
         client.close()
         raise SimulationError(
@@ -278,7 +278,3 @@ def dask_workers(address: str, seconds: float = 30.0) -> RemoteWorkers:
         (distributed.KilledWorker,),
         client.close,
     )
-
-
-def _version() -> str:
-    return str(import_module("distsim").__version__)
