@@ -184,6 +184,23 @@ def test_huge_sizes_are_refused_without_being_written_down():
             made.check()
 
 
+@pytest.mark.parametrize(
+    "row", [[[0, -1], [1.5, -1]], [[0.0, -1.0]], [[True, False]], [["0", "-1"]], [[2**64 - 1, 1]]]
+)
+def test_codes_that_are_not_integers_are_refused(row):
+    row = np.array(row)
+    said = re.escape(f"mine: the codes of rank 1 are {row.dtype}, not integers that int64 holds; give")
+    with pytest.raises(ScheduleError, match=said):
+        Schedule.from_codes("mine", 2, 1, [np.array([[0, -1], [1, -1]]), row])
+
+
+def test_codes_are_integers_of_any_size():
+    made = Schedule("mine", 1, 1, [[Action(F, 0, 0), Action(B, 0, 0)]])
+    for kind in (np.int8, np.int32, np.int64):
+        assert Schedule.from_codes("mine", 1, 1, [np.array([[0, -1], [1, -1]], kind)]) == made
+    assert Schedule.from_codes("mine", 1, 1, [np.array([])]).codes[0].shape == (0, 2)
+
+
 def test_a_pair_starts_when_both_can():
     rows = [
         [Action(F, 0, 0), Action(F, 0, 1), Action(B, 0, 0), Action(B, 0, 1)],

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -87,11 +88,14 @@ class Schedule:
         The code of an action is (microbatch * num_stages + stage) * 8 + kind, as :attr:`Kind.code`: F 0, B 1.
         One of no kind is refused as soon as the schedule is verified or looked at.
 
+        Raises:
+            ScheduleError: what is given for a rank is not integers that 64 bits hold.
+
         >>> print(Schedule.from_codes("one", 1, 1, [np.array([[0, -1], [2, -1], [3, -1]])]))
                one: 1 stage, 1 microbatch
                rank 0: F0 I0 W0
         """
-        rows = [row if _frozen(row) else np.array(row, np.int64).reshape(-1, 2) for row in codes]
+        rows = [row if _frozen(row) else _integers(name, rank, row) for rank, row in enumerate(codes)]
         for row in rows:
             row.setflags(write=False)
         made = cls.__new__(cls)
@@ -377,6 +381,16 @@ class Schedule:
         for column in (order, ends_step):
             column.setflags(write=False)
         return order, ends_step
+
+
+def _integers(name: str, rank: int, row: npt.NDArray[Any]) -> Ints:
+    """Return a copy of the codes of a rank, [cells, 2]; ``np.array([])``, of floats by default, has none."""
+    if row.size and (row.dtype.kind not in "iu" or not np.can_cast(row.dtype, np.int64)):
+        raise ScheduleError(
+            f"{name}: the codes of rank {rank} are {row.dtype}, not integers that int64 holds; "
+            "give (microbatch * num_stages + stage) * 8 + kind, or -1 for no second action"
+        )
+    return np.array(row, np.int64).reshape(-1, 2)
 
 
 def _frozen(row: Ints) -> bool:
