@@ -69,9 +69,8 @@ def uncollected() -> Generator[None]:
 
     What is made for a plan are some ten thousand small objects that stay. CPython looks through the young
     ones each time that 700 more are there, and through all of them each time that there are a quarter more
-    (``gc.set_threshold``): of the CPU seconds of a first search that was a quarter. What is made in here
-    counts as old at once, and all is looked through when there is twice as much of it as was there the last
-    time.
+    (``gc.set_threshold``): of the CPU seconds of a first search that was a quarter. Afterwards all goes on as
+    the caller had it.
 
     >>> with uncollected():
     ...     gc.isenabled()
@@ -86,31 +85,7 @@ def uncollected() -> Generator[None]:
     try:
         yield
     finally:
-        _OLD.take()
         gc.enable()
-
-
-class _OldObjects:
-    """How many objects were looked through the last time, and how many were made in :func:`uncollected`
-    since; in the beginning about as many as come with the packages that are imported."""
-
-    def __init__(self, seen: int) -> None:
-        self.seen, self.made = seen, 0
-
-    def take(self) -> None:
-        """Let what has been made be old, or look through all if there is twice as much of it as last time."""
-        if gc.get_freeze_count():  # the caller's own, which would come back
-            return
-        self.made += gc.get_count()[0]
-        if self.made <= 2 * self.seen:
-            gc.freeze()
-            gc.unfreeze()  # into the oldest generation
-            return
-        self.seen, self.made = max(self.seen, len(gc.get_objects())), 0
-        gc.collect()
-
-
-_OLD = _OldObjects(250_000)
 
 
 class _Arguments:

@@ -3,11 +3,12 @@
 ``git clone https://github.com/calculon-ai/calculon`` and ``python experiments/calculon_side_by_side.py
 calculon`` (it needs ``psutil``) write to ``results/``:
 
-- ``calculon_rates.csv``: CPU seconds of both, one process each, of the 360 1F1B plans of ``plan_search.py``
+- ``calculon_rates.csv``: CPU seconds of both, in one process, of the 360 1F1B plans of ``plan_search.py``
   (GPT-3 175B on 1,024 A100), of distsim from cold and once more; and of a search of GPT-3 on that cluster
   with Megatron-LM's choices, of which Calculon evaluates all plans (its own search has 1.7 million, most of
-  which differ in what it overlaps and over which network), and distsim those that its bounds leave. Imports
-  and the compilation of loops are not counted. ``--small``: 16 GPUs and a small model.
+  which differ in what it overlaps and over which network), and distsim those that its bounds leave: its plans
+  a second are those that were decided. Imports and the compilation of loops are not counted. ``--small``:
+  16 GPUs and a small model.
 - ``calculon_rows.csv``, ``calculon.png``: the published steps on A100 (``distsim/truth/published.csv``) that
   Calculon can express: a GPT with attention written out, tensor, pipeline and data parallelism, 1F1B or
   interleaved, ZeRO 0 or 1. Calculon has its own figures of the A100 (``systems/a100_80g.json``), distsim its
@@ -75,12 +76,15 @@ class Calculon:
 
 
 def execution(plan: Plan, batch: int, overlaps: bool, sequence: bool) -> dict[str, Any]:
-    """Return a plan in the fields of Calculon: groups of up to 8 ranks within a node, others between."""
-    network = [int(size > 8) for size in (plan.tp, plan.tp * plan.pp, plan.tp * plan.pp * plan.dp)]
+    """Return a plan in the fields of Calculon: groups of up to 8 ranks within a node, others between.
+
+    Ranks of tp are next to each other, then those of dp, then those of pp, as in distsim and Megatron-LM.
+    """
+    near = {"tensor": plan.tp, "data": plan.tp * plan.dp, "pipeline": plan.tp * plan.dp * plan.pp}
     size = batch // plan.dp // plan.microbatches
     return {
         **{"num_procs": plan.devices, "tensor_par": plan.tp, "pipeline_par": plan.pp, "data_par": plan.dp},
-        **dict(zip(("tensor_par_net", "pipeline_par_net", "data_par_net"), network, strict=True)),
+        **{f"{axis}_par_net": int(ranks > 8) for axis, ranks in near.items()},
         **{"batch_size": batch, "microbatch_size": size, "datatype": "float16", "fused_activation": True},
         **{"attention_type": "multihead", "activation_recompute": RECOMPUTED[str(plan.remat)]},
         **{"pipeline_interleaving": plan.chunks, "optimizer_sharding": plan.zero > 0 and plan.dp > 1},

@@ -194,8 +194,8 @@ def fit(rows: Rows, say: Callable[[str], None]) -> Fit:
     return Fit(logs, residuals, slopes, weights)
 
 
-def slope(rows: Rows, logs: Floats, place: int, residuals: Floats, width: float = 0.05) -> Floats:
-    """Return the derivative of the residuals by one figure."""
+def slope(rows: Rows, logs: Floats, place: int, residuals: Floats, width: float = -0.05) -> Floats:
+    """Return the derivative of the residuals by one figure: towards less, as no share is over 1."""
     moved = logs.copy()
     moved[place] += width
     return (np.log(rows.predict(moved) / rows.measured) - residuals) / width
@@ -235,6 +235,27 @@ def unseen_of(rows: Rows, found: Fit, judged: Rows, residuals: Floats, slopes: F
         seconds[own] = np.exp(residuals[own] + slopes[own] @ change) * judged.measured[own]
         variances[own] = np.einsum("ij,jk,ik->i", slopes[own], covariance, slopes[own]) + judged.assumed[own]
     return Unseen(seconds, variances)
+
+
+def said_of(unseen: Unseen, rows: Rows, known: Floats, slopes: Floats) -> Unseen:
+    """Return the same seconds with the variances that the presets say, whatever was left out."""
+    variances = np.einsum("ij,jk,ik->i", slopes, known, slopes) + rows.assumed
+    return Unseen(unseen.seconds, variances)
+
+
+def widened(rows: Rows, found: Fit, covariance: Floats) -> Floats:
+    """Return the covariance of the figures with what sources disagree by where that is more.
+
+    A figure that one source sets, as what its host takes for a launch, is as sure as that source has rows,
+    and no surer of other machines than what is left without it: the jackknife (Efron and Stein 1981) over
+    sources says how far it moves.
+    """
+    sources = np.array([source_of(row) for row in rows.rows])
+    names = dict.fromkeys(sources.tolist())
+    moved = np.array([found.solve(sources != name)[0] for name in names])
+    spread = (len(names) - 1) / len(names) * ((moved - moved.mean(axis=0)) ** 2).sum(axis=0)
+    scale = np.sqrt(np.maximum(spread / np.diag(covariance), 1.0))
+    return covariance * np.outer(scale, scale)
 
 
 def spread_of(rows: Rows, found: Fit, covariance: Floats) -> float:
@@ -301,21 +322,29 @@ def main() -> int:
         )
     fitted = np.exp(found.residuals) * rows.measured
     unseen = unseen_of(rows, found, rows, found.residuals, found.slopes)
-    spread = spread_of(rows, found, covariance)
+    spread, known = spread_of(rows, found, covariance), widened(rows, found, covariance)
+    for name, deviation in zip(values, np.sqrt(np.diag(known)), strict=True):
+        print(f"{name:12} deviates by {deviation:.3f}, sources included")
     print_errors(rows, fitted, "fitted")
     print_errors(rows, unseen.seconds, "with the source left out")
     print(f"spread {spread:.4f} beside what the figures leave open: {unseen.text(rows.measured, spread)}")
+    said = said_of(unseen, rows, known, found.slopes)
+    print(f"by what the presets say: {said.text(rows.measured, spread)}")
     if judge:
         judged = Rows(judge, max(given.workers, 1))
         print(f"\n{len(judged.rows)} of {len(judge)} judged rows are laid out")
         for row_id, why in judged.left_out:
             print(f"left out: {row_id}: {why}")
         residuals = np.log(judged.predict(found.logs) / judged.measured)
-        others = unseen_of(rows, found, judged, residuals, slopes_of(judged, found.logs, residuals))
+        slopes = slopes_of(judged, found.logs, residuals)
+        others = unseen_of(rows, found, judged, residuals, slopes)
         print_errors(
             judged, others.seconds, f"of {', '.join(map(str, given.judge))}, with the source left out"
         )
         print(others.text(judged.measured, spread))
+        print(
+            f"by what the presets say: {said_of(others, judged, known, slopes).text(judged.measured, spread)}"
+        )
     given.out.mkdir(parents=True, exist_ok=True)
     write_table(given.out / "calibration.csv", figures)
     pairs = zip(rows.rows, rows.measured.tolist(), fitted.tolist(), unseen.seconds.tolist(), strict=True)
@@ -331,9 +360,7 @@ def main() -> int:
     for row_id, why in rows.left_out:
         print(f"left out: {row_id}: {why}")
     if given.write:
-        write_presets(
-            FittedFigures(values, covariance, spread, ", ".join(path.name for path in given.tables))
-        )
+        write_presets(FittedFigures(values, known, spread, ", ".join(path.name for path in given.tables)))
     return 0
 
 

@@ -18,7 +18,7 @@ from distsim.ir.kernel_rates import KernelRates
 
 PRESETS = Path(__file__).parents[1] / "distsim" / "hardware" / "presets"
 SPREAD_SOURCE = "standard deviation of the logarithm of the rows over what is fitted to them: "
-UNCERTAINTY_SOURCE = "standard deviation of the logarithm that the rows leave open, "
+UNCERTAINTY_SOURCE = "standard deviation of the logarithm that the rows leave open, or sources disagree by, "
 
 FAMILIES = {
     "dgx-a100": "a100",
@@ -174,6 +174,7 @@ class FittedFigures:
             **dict.fromkeys(("attention", "attention_grad"), attention),
             **dict.fromkeys(("memory", "embedding"), memory),
             "host": self.uncertainty("launch.a100", f"launch.{family}"),
+            "host_compiled": self.uncertainty("launch.a100", f"launch.{family}", "compiled"),
         }
 
 

@@ -1,11 +1,9 @@
 """What is kept: by owner and key, so many of each, and no longer than the owner lives."""
 
 import gc
-import weakref
 
 import pytest
 
-import distsim.cache
 from distsim.cache import Cache, cached, kept, uncollected
 from distsim.hardware import load_cluster
 from distsim.hardware.routes import find_route
@@ -61,35 +59,6 @@ def test_a_topology_that_changes_is_asked_again():
 
 def young() -> set[int]:
     return {id(each) for generation in (0, 1) for each in gc.get_objects(generation)}
-
-
-def test_what_is_made_uncollected_is_old_and_not_frozen():
-    with uncollected():
-        assert not gc.isenabled()
-        with uncollected():
-            made = [[] for _ in range(2000)]
-        assert not gc.isenabled()
-        held = {id(each) for each in made}
-        assert held <= young()
-    assert gc.isenabled() and gc.get_freeze_count() == 0
-    assert held.isdisjoint(young()) and len(held) == 2000
-
-
-def test_garbage_that_is_made_uncollected_is_found_once_there_is_much(monkeypatch):
-    monkeypatch.setattr(distsim.cache, "_OLD", distsim.cache._OldObjects(2000))
-    kept: list[list[int]] = []
-
-    def make(count: int) -> weakref.ref[Owner]:
-        with uncollected():
-            owner = Owner()
-            owner.itself = owner
-            kept.extend([] for _ in range(count))
-            return weakref.ref(owner)
-
-    one = make(1000)
-    assert one() is not None  # in a cycle, and old
-    make(4000)
-    assert one() is None
 
 
 def test_who_collects_no_garbage_or_froze_objects_is_left_alone():

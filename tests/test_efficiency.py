@@ -188,6 +188,21 @@ def test_a_breakdown_sums_to_the_step():
         simulation.breakdown("colour")
 
 
+def test_hosts_of_compiled_kernels_are_known_by_themselves():
+    """A chain of two small kernels is bound by its host, whatever its way of launching."""
+    wide = ["device.uncertainty.host=0.1", "device.uncertainty.host_compiled=0.5"]
+    for kernels, deviation in (("eager", 0.1), ("fused", 0.1), ("compiled", 0.5)):
+        topology = load_cluster("dgx-a100", wide)
+        function = chain(topology)
+        simulation = Simulator(CostModel(topology, kernels=kernels)).interpret(function, function.inputs)
+        parts, spread = simulation.breakdown("kind"), topology.devices[0].rates.spread
+        known = dict(topology.devices[0].rates.uncertainties) | {"host": deviation}
+        assert simulation.interval() == interval_of(
+            simulation.step_period, spread, parts, uncertainties=known
+        )
+        assert parts["host"] > simulation.step_period / 2
+
+
 def test_without_a_host_there_is_no_interval():
     topology = load_cluster("dgx-a100")
     function = chain(topology)

@@ -11,8 +11,10 @@ from distsim.ir import Float8E4M3FN, all_ops
 from distsim.models.decoder_sizes import DropoutRates
 from distsim.ops.places import shape_of
 from distsim.plan import Plan
+from distsim.transforms.kernels import KERNELS
 from distsim.truth import MissingFeatureError, case_of
 from distsim.truth.row import cell, number, plain
+from distsim.truth.software import LOSS_FUSED
 
 FIELDS = {field.name for field in fields(Plan)}
 
@@ -37,6 +39,18 @@ def test_a_row_of_megatron():
 )
 def test_megatron_is_as_old_as_a_column_says_or_its_paper_is(column, text, kernels):
     assert case_of(GPT | {column: text}).kernels == kernels
+
+
+def test_losses_are_fused_in_policies_that_there_are():
+    assert {*LOSS_FUSED, *LOSS_FUSED.values()} <= {*KERNELS}
+    for framework, zero, kernels in (
+        ("Megatron-DeepSpeed", "", "fused_loss_waiting"),
+        ("Megatron-DeepSpeed 2023-12", "", "fused_loss"),
+        ("Megatron-LM 2024-03", "", "fused_loss"),
+    ):
+        row = GPT | {"framework": framework, "zero": zero, "overlap": "fused cross-entropy"}
+        row |= {"precision": "bf16", "attention": "flash"} if "20" in framework else {}
+        assert case_of(row).kernels == kernels
 
 
 @pytest.mark.parametrize("name", ["FairScale", "axolotl 0.8", "TRL", "PyTorch Lightning", "verl (FSDP)"])

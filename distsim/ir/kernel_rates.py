@@ -14,8 +14,9 @@ KINDS_OF_WORK = (
 """The kinds of work of which a device may say what share of its peak kernels reach
 (:mod:`distsim.cost.efficiency`)."""
 
-KINDS_OF_UNCERTAINTY = (*KINDS_OF_WORK, "host")
-"""What a device may say of how well its figures are known: the kinds of work, and the host's launches."""
+KINDS_OF_UNCERTAINTY = (*KINDS_OF_WORK, "host", "host_compiled")
+"""What a device may say of how well its figures are known: the kinds of work, and the host's launches, those
+of compiled kernels apart."""
 
 WAYS_TO_LAUNCH = ("eager", "fused", "compiled")
 """The ways to run kernels of which a device may say what its host takes to issue one."""

@@ -42,7 +42,7 @@ class Simulation:
     >>> import distsim
     >>> step = distsim.simulate("mlp:layers=4,width=64", "dgx-a100", plan="dp=2", batch=16, kernels="ops")
     >>> step
-    Simulation(mlp:layers=4,width=64 on dgx-a100, dp=2,tp=1,pp=1,...; 131.9 us a step; 121,276 samples/s ...)
+    Simulation(mlp:layers=4,width=64 on dgx-a100, dp=2,tp=1,pp=1,...; 131.9 us a step; 121,275 samples/s ...)
     >>> sorted(step.breakdown("phase"))
     ['backward', 'forward', 'update']
     """
@@ -181,6 +181,8 @@ class Simulation:
             return None
         rates = max([device.rates for device in devices], key=lambda each: each.spread)
         known = dict(rates.uncertainties)
+        if (host := known.get(f"host_{self.cost_model.kernels}")) is not None:
+            known["host"] = host
         return interval_of(self.step_period, rates.spread, self.breakdown("kind"), level, own, known)
 
     def explain(self) -> Explanation:

@@ -43,6 +43,17 @@ A row that names no stage of ZeRO has those. Rows of calibrate.csv show it: over
 lie on lines that begin at what an update takes on the device alone, a few milliseconds, where the 300
 gradients and more that DeepSpeed reads one by one would take a host 30."""
 
+LOOP_OF_2021 = "2023-08"
+"""Since when Megatron-DeepSpeed is Megatron-LM of 2023 (9446eaac of July)."""
+
+LOSS_FUSED = {
+    "fused": "fused_loss",
+    **dict.fromkeys(
+        ("fused_waiting", "fused_2022", "fused_2021", OWN_LOOP, "fused_deepspeed"), "fused_loss_waiting"
+    ),
+}
+"""Policies with the fused cross entropy of Megatron-LM, which came in 2023, in the place of those without."""
+
 PASSES_TIMED = "2022-08"
 """Until when the timers of Megatron-LM wait for the device before and after each pass (77efcccb)."""
 
@@ -112,10 +123,8 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
         kernels = "fused_2021"
     if kernels == "fused_2021" and stack.name == "megatron_2021" and _month(row) >= FAST_NORMS:
         kernels = "fused_waiting" if _month(row) > PASSES_TIMED else "fused_2022"
-    if kernels.startswith("fused") and re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
-        kernels = re.sub("fused_(202[12]|deepspeed)", "fused_waiting", kernels).replace(
-            "fused", "fused_loss", 1
-        )
+    if re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
+        kernels = LOSS_FUSED.get(kernels, kernels)
     return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
 
 
@@ -146,7 +155,7 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
     for pattern, name, kernels in FRAMEWORKS:
         if re.search(pattern, framework):
             if kernels == "fused_deepspeed" and not cell(row, "zero"):
-                name, kernels = "megatron", OWN_LOOP
+                name, kernels = "megatron", OWN_LOOP if _month(row) < LOOP_OF_2021 else None
                 assumed.append("Megatron-LM's own loop, as no stage of ZeRO is named")
             # Megatron-LM, or DeepSpeed with ZeRO-3, in fp16 without flash attention is that of 2021.
             old = (
