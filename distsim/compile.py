@@ -79,7 +79,6 @@ _PARTS = {
     "distsim.schedule.greedy": "the search for schedules",
     "distsim.schedule": "the order of schedules",
     "distsim.device_placement": "the search for partitions",
-    "distsim.transforms.sharding": "the choice of layouts",
     "distsim.transforms": "the search for what to save",
     "distsim.simulation.memory": "the count of memory",
     "distsim.simulation.explain": "the search for the critical path",

@@ -13,15 +13,12 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from distsim.cache import cached
-from distsim.compile import compiled, inner
 
 HUB = 32
 """A variable with more costs than this is weighed anew only when its turn comes."""
@@ -30,16 +27,18 @@ Scope = tuple[int, ...]
 """Variables, in order, whose choices together have a cost."""
 
 
-class Read(NamedTuple):
-    """A table that a step takes: in which slot, and how far apart in it are the choices of the variable that
-    is eliminated, then those of each around it; 0 for one that it does not have."""
+@dataclass(frozen=True, slots=True)
+class Read:
+    """A table that a step takes: where it is, the order of its axes (None: as it is), its new shape."""
 
     slot: int
-    strides: tuple[int, ...]
+    axes: tuple[int, ...] | None
+    shape: tuple[int, ...]
 
 
-class Eliminate(NamedTuple):
-    """Put the least sum of the tables read over the choices of a variable into a slot."""
+@dataclass(frozen=True, slots=True)
+class Eliminate:
+    """Put the least sum of the tables read over the choices of a variable, their first axis, into a slot."""
 
     variable: int
     around: Scope
@@ -47,57 +46,24 @@ class Eliminate(NamedTuple):
     slot: int
 
 
-class Take(NamedTuple):
-    """A table of a slot, [before, choices of the variable, after], of which one choice goes into another."""
-
-    slot: int
-    before: int
-    after: int
-    target: int
-
-
-class Fix(NamedTuple):
-    """Give a variable its cheapest local choice."""
+@dataclass(frozen=True, slots=True)
+class Fix:
+    """Give a variable its cheapest local choice: per table, its slot, the variable's axis, the new slot."""
 
     variable: int
-    tables: tuple[Take, ...]
-
-
-Ints = npt.NDArray[np.int64]
-
-
-class EliminationSteps(NamedTuple):
-    """The steps as arrays, for the compiled loop; places are those among the costs of all slots.
-
-    ``begin`` and ``choices`` are of each variable: its first cost, how many there are. Of each step:
-    ``variable``, whether it is ``fixed``, the first cost of its ``target`` (-1: the total), the first of its
-    ``around`` and of its ``reads``. ``sizes`` are the choices of those around, ``offset`` the first costs of
-    what is read; ``how`` are their strides, or of a fixed one (before, after, target), from ``at`` on.
-    """
-
-    begin: Ints
-    choices: Ints
-    variable: Ints
-    fixed: Ints
-    target: Ints
-    around: Ints
-    reads: Ints
-    around_variable: Ints
-    offset: Ints
-    at: Ints
-    how: Ints
+    tables: tuple[tuple[int, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class EliminationOrder:
-    """The steps, and how many costs all slots have.
+    """The steps, and how many slots they need.
 
     Slots 0 to n-1 hold the costs of each of n variables, those after them the costs of the scopes given, in
     their order. A step that makes a table adds it to what is in the slot; slot -1 is the total.
     """
 
-    steps: EliminationSteps
-    costs: int
+    steps: tuple[Eliminate | Fix, ...]
+    slots: int
 
 
 @cached("orders of elimination, by sizes, scopes and limit", 256)
@@ -108,41 +74,7 @@ def order(sizes: tuple[int, ...], scopes: tuple[Scope, ...], limit: int) -> Elim
     of more than ``limit`` entries, the variable with most neighbours is fixed instead. Variables with one
     choice take no part.
     """
-    planner = _OrderPlanner(sizes, scopes)
-    steps = planner.run(limit)
-    return EliminationOrder(_arrays(sizes, steps, planner.held), sum(planner.held))
-
-
-def _arrays(sizes: Sequence[int], steps: Sequence[Eliminate | Fix], held: Sequence[int]) -> EliminationSteps:
-    """Return the steps as arrays; ``held``: how many costs each slot has."""
-    first = [0, *np.cumsum(held).tolist()]
-    first[-1] = -1  # that of slot -1
-    target, around, variables, offset = list[int](), [0], list[int](), list[int]()
-    reads, at, how = [0], list[int](), list[int]()
-    for step in steps:
-        fixed = isinstance(step, Fix)
-        for one in step.tables if fixed else step.reads:
-            offset.append(first[one.slot])
-            at.append(len(how))
-            how += [one.before, one.after, first[one.target]] if isinstance(one, Take) else one.strides
-        target.append(-1 if fixed else first[step.slot])
-        variables += () if fixed else step.around
-        around.append(len(variables))
-        reads.append(len(offset))
-    columns = [
-        first[: len(sizes)],
-        sizes,
-        [step.variable for step in steps],
-        [isinstance(step, Fix) for step in steps],
-        target,
-        around,
-        reads,
-        variables,
-        offset,
-        at,
-        how,
-    ]
-    return EliminationSteps(*[np.array(column, np.int64) for column in columns])
+    return _OrderPlanner(sizes, scopes).run(limit)
 
 
 class _OrderPlanner:
@@ -152,7 +84,7 @@ class _OrderPlanner:
         self.touching: list[dict[Scope, None]] = [{} for _ in sizes]
         self.beside: list[set[int]] = [set() for _ in sizes]  # those in one of its scopes
         self.left = dict.fromkeys(v for v, size in enumerate(sizes) if size > 1)
-        self.held = [*sizes]  # how many costs each slot has
+        self.slots = len(sizes)
         for scope in scopes:
             self.slot_of(scope)
 
@@ -162,8 +94,8 @@ class _OrderPlanner:
             return scope[0] if scope else -1
         found = self.slot.get(scope)
         if found is None:
-            found = self.slot[scope] = len(self.held)
-            self.held.append(math.prod([self.sizes[variable] for variable in scope]))
+            found = self.slot[scope] = self.slots
+            self.slots += 1
             for variable in scope:
                 self.touching[variable][scope] = None
                 self.beside[variable].update(scope)
@@ -187,7 +119,7 @@ class _OrderPlanner:
     def weight(self, variable: int) -> int:
         return math.prod([self.sizes[other] for other in self.beside[variable]])
 
-    def run(self, limit: int) -> list[Eliminate | Fix]:
+    def run(self, limit: int) -> EliminationOrder:
         steps: list[Eliminate | Fix] = []
         queue = [(self.weight(v), v) for v in self.left]
         heapq.heapify(queue)
@@ -211,23 +143,26 @@ class _OrderPlanner:
             for other in around:  # a hub with many neighbours waits for its turn instead
                 if len(self.touching[other]) <= HUB:
                     heapq.heappush(queue, (self.weight(other), other))
-        return steps
+        return EliminationOrder(tuple(steps), self.slots)
 
     def eliminate(self, variable: int, around: Scope) -> Eliminate:
+        place = {v: i for i, v in enumerate(around, 1)}
         reads: list[Read] = []
         for scope, slot in self.take(variable):
-            stride = {v: math.prod([self.sizes[w] for w in scope[i + 1 :]]) for i, v in enumerate(scope)}
-            reads.append(Read(slot, tuple([stride.get(v, 0) for v in (variable, *around)])))
+            own = scope.index(variable)  # its axis comes first
+            axes = (own, *(i for i in range(len(scope)) if i != own)) if own else None
+            shape = [self.sizes[variable]] + [1] * len(around)
+            for other in scope:
+                if other != variable:
+                    shape[place[other]] = self.sizes[other]
+            reads.append(Read(slot, axes, tuple(shape)))
         return Eliminate(variable, around, tuple(reads), self.slot_of(around))
 
     def fix(self, variable: int) -> Fix:
-        tables: list[Take] = []
+        tables: list[tuple[int, int, int]] = []
         for scope, slot in self.take(variable):
-            own = scope.index(variable)
-            before, after = (
-                math.prod([self.sizes[v] for v in each]) for each in (scope[:own], scope[own + 1 :])
-            )
-            tables.append(Take(slot, before, after, self.slot_of(tuple(v for v in scope if v != variable))))
+            rest = tuple(v for v in scope if v != variable)
+            tables.append((slot, scope.index(variable), self.slot_of(rest)))
         return Fix(variable, tuple(tables))
 
 
@@ -274,95 +209,81 @@ def solve(problem: EliminationProblem, limit: int = 1_000_000) -> Solution:
     """Return a least-cost assignment; infinite ``cost`` means that there is none."""
     tied = [pair for pair, table in problem.pairs.items() if 1 not in table.shape]
     plan = order(tuple(problem.sizes), tuple(tied), limit)
-    alone = [*problem.unary]
-    for (first, second), table in problem.pairs.items():
-        if 1 in table.shape:  # one side has no choice: not a tie between them
-            own = second if table.shape[0] == 1 else first
-            alone[own] = alone[own] + table.reshape(-1)
-    given = np.concatenate([np.zeros(0), *alone, *[problem.pairs[pair].reshape(-1) for pair in tied]])
-    costs, choices = np.zeros(plan.costs), np.zeros(len(problem.sizes), np.int64)
-    costs[: len(given)] = given
-    fixed = float(sum(alone[v][0] for v, size in enumerate(problem.sizes) if size == 1))
-    cost = _run(plan.steps, costs, choices, fixed)
-    return Solution(tuple(choices.tolist()), cost, not plan.steps.fixed.any())
-
-
-@compiled
-def _run(steps: EliminationSteps, costs: Table, choices: Ints, total: float) -> float:
-    """Do the steps with the costs of all slots; enter what is chosen, return its cost added to ``total``."""
-    for step in range(len(steps.variable)):
-        if steps.fixed[step]:
-            total = _fix(steps, step, costs, choices, total)
+    run = _Elimination(problem, plan.slots)
+    for step in plan.steps:
+        if isinstance(step, Eliminate):
+            run.eliminate(step)
         else:
-            total = _eliminate(steps, step, costs, total)
-    for step in range(len(steps.variable) - 1, -1, -1):
-        # Which choice is best is asked in the end, for the choices of the neighbours that were made.
-        if not steps.fixed[step]:
-            around = steps.around_variable[steps.around[step] : steps.around[step + 1]]
-            choices[steps.variable[step]] = _best(steps, step, costs, choices[around])[0]
-    return total
+            run.fix(step)
+    return run.solution()
 
 
-@inner
-def _best(steps: EliminationSteps, step: int, costs: Table, around: Ints) -> tuple[int, float]:
-    """Return the best choice of the variable of a step, given those around it, and its cost."""
-    variable, best, least = steps.variable[step], 0, np.inf
-    for choice in range(steps.choices[variable]):
-        cost = float(costs[steps.begin[variable] + choice])
-        for read in range(steps.reads[step], steps.reads[step + 1]):
-            stride = steps.at[read]
-            place = steps.offset[read] + choice * steps.how[stride]
-            for other in range(len(around)):
-                place += around[other] * steps.how[stride + 1 + other]
-            cost += float(costs[place])
-        if cost < least:
-            best, least = choice, cost
-    return best, least
+class _Elimination:
+    """Does what an order says with the costs of a problem."""
 
-
-@inner
-def _eliminate(steps: EliminationSteps, step: int, costs: Table, total: float) -> float:
-    """Replace a variable by the cost of its best choice, per choice of its neighbours."""
-    begin, end, target = steps.around[step], steps.around[step + 1], steps.target[step]
-    around, cell = np.zeros(end - begin, np.int64), 0
-    while True:
-        least = _best(steps, step, costs, around)[1]
-        if target < 0:
-            return total + least
-        costs[target + cell] += least
-        cell += 1
-        other = end - begin - 1
-        while other >= 0 and around[other] + 1 == steps.choices[steps.around_variable[begin + other]]:
-            around[other] = 0
-            other -= 1
-        if other < 0:
-            return total
-        around[other] += 1
-
-
-@inner
-def _fix(steps: EliminationSteps, step: int, costs: Table, choices: Ints, total: float) -> float:
-    """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
-    variable = steps.variable[step]
-    begin, count = steps.begin[variable], steps.choices[variable]
-    local = costs[begin : begin + count].copy()
-    for read in range(steps.reads[step], steps.reads[step + 1]):
-        before, after = steps.how[steps.at[read]], steps.how[steps.at[read] + 1]
-        for choice in range(count):
-            least = np.inf
-            for i in range(before):
-                first = steps.offset[read] + (i * count + choice) * after
-                least = min(least, costs[first : first + after].min())
-            local[choice] += least
-    best = int(local.argmin())
-    choices[variable] = best
-    total += float(costs[begin + best])
-    for read in range(steps.reads[step], steps.reads[step + 1]):
-        before, after, target = steps.how[steps.at[read] : steps.at[read] + 3]
-        for i in range(before):
-            first = steps.offset[read] + (i * count + best) * after
-            if target < 0:
-                total += float(costs[first])
+    def __init__(self, problem: EliminationProblem, slots: int) -> None:
+        self.tables: list[Table | None] = [*problem.unary]
+        self.removed: list[tuple[int, Scope, list[Table]]] = []
+        self.count = len(problem.sizes)
+        self.cost, self.proven = 0.0, True
+        for (first, second), table in problem.pairs.items():
+            if 1 in table.shape:  # one side has no choice: not a tie between them
+                self.add(second if table.shape[0] == 1 else first, table.reshape(-1))
             else:
-                costs[target + i * after : target + (i + 1) * after] += costs[first : first + after]
-    return total
+                self.tables.append(table)
+        self.tables += [None] * (slots - len(self.tables))
+        self.cost += float(sum(self.of(v)[0] for v, size in enumerate(problem.sizes) if size == 1))
+
+    def of(self, slot: int) -> Table:
+        found = self.tables[slot]
+        if found is None:
+            raise IndexError(f"slot {slot} is empty")
+        return found
+
+    def add(self, slot: int, table: Table) -> None:
+        if slot < 0:
+            self.cost += float(table)
+        else:
+            known = self.tables[slot]
+            self.tables[slot] = table if known is None else known + table
+
+    def eliminate(self, step: Eliminate) -> None:
+        """Replace a variable by the cost of its best choice, per choice of its neighbours."""
+        parts = [self.of(step.variable).reshape(-1, *[1] * len(step.around))]
+        for read in step.reads:
+            table = self.of(read.slot)
+            if read.axes is not None:
+                table = table.transpose(read.axes)
+            parts.append(table.reshape(read.shape))
+            self.tables[read.slot] = None
+        # Which choice is best is asked in the end, for the choices of the neighbours that were made.
+        self.removed.append((step.variable, step.around, parts))
+        total = parts[0]
+        for part in parts[1:]:
+            total = np.add(total, part, order="C")
+        self.add(step.slot, total.min(axis=0))
+
+    def fix(self, step: Fix) -> None:
+        """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
+        own = costs = self.of(step.variable)
+        for slot, axis, _ in step.tables:
+            table = self.of(slot)
+            costs = costs + table.min(axis=tuple(i for i in range(table.ndim) if i != axis))
+        best = int(costs.argmin())
+        self.removed.append((step.variable, (), [costs]))
+        self.proven = False
+        self.cost += float(own[best])
+        for slot, axis, target in step.tables:
+            self.add(target, np.take(self.of(slot), best, axis=axis))
+            self.tables[slot] = None
+
+    def solution(self) -> Solution:
+        choices = [0] * self.count
+        for variable, scope, parts in reversed(self.removed):
+            at = [choices[v] for v in scope]
+            costs = 0.0
+            for part in parts:
+                own = [0 if size == 1 else place for place, size in zip(at, part.shape[1:], strict=True)]
+                costs = costs + part[(slice(None), *own)]
+            choices[variable] = int(np.argmin(costs))
+        return Solution(tuple(choices), self.cost, self.proven)
