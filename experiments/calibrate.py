@@ -16,143 +16,30 @@ from __future__ import annotations
 import argparse
 import csv
 import math
-import multiprocessing
 import os
 import sys
-import warnings
-from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from multiprocessing.connection import Connection
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
-from calibrated_figures import FAMILIES, FIGURES, FittedFigures, rates_of, write_presets
+from calibrated_figures import FIGURES, FittedFigures, write_presets
+from calibrated_rows import Floats, Rows, figures_of, row_weights
 from common import RESULTS, panels, save
 
-from distsim.cost import CostModel
-from distsim.cost.cost_model import Group
 from distsim.errors import DistsimError
-from distsim.ir import Device
-from distsim.ops import Signature
-from distsim.program.program import Program
-from distsim.simulation import Simulator
-from distsim.simulation.explain.interval import deviations
-from distsim.transforms.kernels.policies import kernels_named
-from distsim.truth import Row, case_of, read_rows
-from distsim.truth.case import Case
-from distsim.truth.prediction import program_of
+from distsim.truth import Row, read_rows
 from distsim.truth.score import measured, scores, source_of
 
-Floats = npt.NDArray[np.float64]
-MOST_ROWS, ROWS_A_SOURCE = 72, 12
+MOST_ROWS = 72
+"""Of a source, of those that a table has."""
 SPREAD = 0.10
 """What a row is expected to differ by: about what sources differ by on the same machine."""
 QUANTILE = 1.645
 """How many standard deviations 90 % intervals reach to either side."""
 STEPS = 4
 """Steps of Gauss-Newton: derivatives are taken anew at every second one."""
-
-
-class TrialCosts(CostModel):
-    """The costs on devices with other figures."""
-
-    def __init__(self, case: Case, values: Mapping[str, float]) -> None:
-        super().__init__(case.topology(), kernels=kernels_named(case.kernels).way)
-        self._values, self._family = values, FAMILIES[case.cluster.name.partition(":")[0]]
-        self._devices: dict[Device, Device] = {}
-
-    def seconds(self, signature: Signature, where: Group) -> float:
-        """Seconds of a compute op on the devices as they are tried."""
-        return super().seconds(signature, tuple([self._device(device) for device in where]))
-
-    def launch_seconds(self, signature: Signature, device: Device) -> float:
-        """Seconds of the host on the device as it is tried."""
-        return super().launch_seconds(signature, self._device(device))
-
-    def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
-        """Seconds that computation loses on the device as it is tried."""
-        return super().slowdown_seconds(signature, group, self._device(device))
-
-    def _device(self, device: Device) -> Device:
-        found = self._devices.get(device)
-        if found is None:
-            rates = rates_of(self._values, self._family, device)
-            found = self._devices[device] = replace(device, rates=rates)
-        return found
-
-
-# --- simulated rows ---------------------------------------------------------------------------------------
-
-Laid = tuple[Case, Program]
-
-
-def lay_out(row: Row) -> Laid | str:
-    """Return a row laid out, or why it cannot be."""
-    try:
-        case = case_of(row)
-        if case.cluster.name.partition(":")[0] not in FAMILIES:
-            return f"no figures are fitted for {case.cluster}"
-        return case, program_of(case, CostModel(case.topology(), kernels=kernels_named(case.kernels).way))
-    except DistsimError as error:
-        return str(error)
-
-
-def serve(rows: Sequence[Row], end: Connection) -> None:
-    """Lay rows out, tell what is assumed of them, then answer figures with seconds until there are none."""
-    warnings.simplefilter("ignore")
-    laid = [lay_out(row) for row in rows]
-    end.send([each if isinstance(each, str) else "" for each in laid])
-    end.send([assumed_variance(each) for each in laid if not isinstance(each, str)])
-    while (values := end.recv()) is not None:
-        end.send([seconds_of(each, values) for each in laid if not isinstance(each, str)])
-
-
-def assumed_variance(laid: Laid) -> float:
-    """Return the variance of the logarithm of a step that kinds of work add to which nothing is fitted."""
-    case, program = laid
-    costs = CostModel(case.topology(), kernels=kernels_named(case.kernels).way)
-    parts = Simulator(costs).simulate(program).breakdown("kind")
-    return sum([each**2 for each in deviations(parts, {}).values()])
-
-
-def seconds_of(laid: Laid, values: Mapping[str, float]) -> float:
-    """Return the seconds of a step with these figures."""
-    case, program = laid
-    return Simulator(TrialCosts(case, values)).simulate(program).step_period
-
-
-class Rows:
-    """Rows, laid out over processes: those that can be, what was measured, and what figures predict."""
-
-    def __init__(self, rows: Sequence[Row], workers: int) -> None:
-        context = multiprocessing.get_context("spawn")
-        order = sorted(rows, key=lambda row: [row.get(column, "") for column in ("model", "batch")])
-        size = -(-len(order) // workers)
-        parts = [order[first : first + size] for first in range(0, len(order), size)]
-        self._ends: list[Connection] = []
-        for part in parts:
-            here, there = context.Pipe()
-            context.Process(target=serve, args=(part, there), daemon=True).start()
-            self._ends.append(here)
-        missing = [why for end in self._ends for why in end.recv()]
-        self.left_out = [(row["id"], why) for row, why in zip(order, missing, strict=True) if why]
-        self.rows = [row for row, why in zip(order, missing, strict=True) if not why]
-        self.assumed = np.array([each for end in self._ends for each in end.recv()])
-        self.measured = np.array([measured(row, "iter_time_s") or math.nan for row in self.rows])
-
-    def predict(self, logs: Floats) -> Floats:
-        """Return the seconds of each row for the logarithms of all figures over their priors."""
-        values = figures_of(logs)
-        for end in self._ends:
-            end.send(values)
-        return np.array([seconds for end in self._ends for seconds in end.recv()])
-
-
-def figures_of(logs: Floats) -> dict[str, float]:
-    """Return the figures whose logarithms over the priors these are."""
-    return {name: each.prior * math.exp(log) for (name, each), log in zip(FIGURES.items(), logs, strict=True)}
 
 
 # --- the fit ----------------------------------------------------------------------------------------------
@@ -233,14 +120,13 @@ def unseen_of(rows: Rows, found: Fit, judged: Rows, residuals: Floats, slopes: F
         own = sources == source
         change, covariance = found.solve(fitted != source)
         seconds[own] = np.exp(residuals[own] + slopes[own] @ change) * judged.measured[own]
-        variances[own] = np.einsum("ij,jk,ik->i", slopes[own], covariance, slopes[own]) + judged.assumed[own]
+        variances[own] = variances_of(judged, slopes, covariance)[own]
     return Unseen(seconds, variances)
 
 
-def said_of(unseen: Unseen, rows: Rows, known: Floats, slopes: Floats) -> Unseen:
-    """Return the same seconds with the variances that the presets say, whatever was left out."""
-    variances = np.einsum("ij,jk,ik->i", slopes, known, slopes) + rows.assumed
-    return Unseen(unseen.seconds, variances)
+def variances_of(rows: Rows, slopes: Floats, covariance: Floats) -> Floats:
+    """Return the variance of the logarithm of each row that a covariance of the figures leaves open."""
+    return np.einsum("ij,jk,ik->i", slopes, covariance, slopes) + rows.assumed
 
 
 def widened(rows: Rows, found: Fit, covariance: Floats) -> Floats:
@@ -267,12 +153,6 @@ def spread_of(rows: Rows, found: Fit, covariance: Floats) -> float:
     priors = np.array([each.spread for each in FIGURES.values()])
     set_by_rows = (1 - np.diag(covariance) / priors**2).sum()
     return math.sqrt((weights * found.residuals**2).sum() / (weights.sum() - set_by_rows))
-
-
-def row_weights(rows: Rows) -> Floats:
-    """Return how much each row counts: those of a source together as :data:`ROWS_A_SOURCE` at most."""
-    counts = Counter(source_of(row) for row in rows.rows)
-    return np.array([1 / max(1.0, counts[source_of(row)] / ROWS_A_SOURCE) for row in rows.rows])
 
 
 def slopes_of(rows: Rows, logs: Floats, residuals: Floats) -> Floats:
@@ -303,65 +183,84 @@ def main() -> int:
     rows = Rows(table, max(given.workers, 1))
     print(f"{len(rows.rows)} of {len(table)} rows are laid out", file=sys.stderr)
     found = fit(rows, lambda text: print(text, file=sys.stderr))
-    values, (_, covariance) = figures_of(found.logs), found.solve(np.ones(len(rows.rows), np.bool_))
+    _, covariance = found.solve(np.ones(len(rows.rows), np.bool_))
+    figures = print_figures(found, covariance)
+    known = FittedFigures(
+        figures_of(found.logs),
+        widened(rows, found, covariance),
+        spread_of(rows, found, covariance),
+        ", ".join(path.name for path in given.tables),
+    )
+    for name, deviation in zip(known.values, np.sqrt(np.diag(known.covariance)), strict=True):
+        print(f"{name:12} deviates by {deviation:.3f}, sources included")
+    fitted = np.exp(found.residuals) * rows.measured
+    print_errors(rows, fitted, "fitted")
+    print(f"spread {known.spread:.4f} beside what the figures leave open")
+    unseen = print_unseen(rows, found, known, rows, "with the source left out")
+    if judge:
+        judged = Rows(judge, max(given.workers, 1))
+        print(f"\n{len(judged.rows)} of {len(judge)} judged rows are laid out")
+        name = ", ".join(map(str, given.judge))
+        print_unseen(rows, found, known, judged, f"of {name}, with the source left out")
+    given.out.mkdir(parents=True, exist_ok=True)
+    write_table(given.out / "calibration.csv", figures)
+    write_rows(given.out / "calibration_rows.csv", rows, fitted, unseen)
+    draw(rows, fitted, given.out / "calibration.png")
+    for row_id, why in rows.left_out:
+        print(f"left out: {row_id}: {why}")
+    if given.write:
+        write_presets(known)
+    return 0
+
+
+def print_figures(found: Fit, covariance: Floats) -> list[dict[str, str]]:
+    """Print each figure with its interval (90 %) and its prior; return them as records."""
     widths = np.exp(QUANTILE * np.sqrt(np.diag(covariance)))
     figures = [
         {
-            "figure": name,
-            "value": f"{value:.4g}",
-            "low": f"{value / width:.4g}",
-            "high": f"{value * width:.4g}",
+            **{"figure": name, "value": f"{value:.4g}"},
+            **{"low": f"{value / width:.4g}", "high": f"{value * width:.4g}"},
+            **{"prior": f"{FIGURES[name].prior:g}", "about": FIGURES[name].source},
         }
-        | {"prior": f"{FIGURES[name].prior:g}", "about": FIGURES[name].source}
-        for (name, value), width in zip(values.items(), widths, strict=True)
+        for (name, value), width in zip(figures_of(found.logs).items(), widths, strict=True)
     ]
     for each in figures:
         print(
             f"{each['figure']:12} {each['value']:>10}  ({each['low']} to {each['high']})  "
             f"prior {each['prior']}: {each['about']}"
         )
-    fitted = np.exp(found.residuals) * rows.measured
-    unseen = unseen_of(rows, found, rows, found.residuals, found.slopes)
-    spread, known = spread_of(rows, found, covariance), widened(rows, found, covariance)
-    for name, deviation in zip(values, np.sqrt(np.diag(known)), strict=True):
-        print(f"{name:12} deviates by {deviation:.3f}, sources included")
-    print_errors(rows, fitted, "fitted")
-    print_errors(rows, unseen.seconds, "with the source left out")
-    print(f"spread {spread:.4f} beside what the figures leave open: {unseen.text(rows.measured, spread)}")
-    said = said_of(unseen, rows, known, found.slopes)
-    print(f"by what the presets say: {said.text(rows.measured, spread)}")
-    if judge:
-        judged = Rows(judge, max(given.workers, 1))
-        print(f"\n{len(judged.rows)} of {len(judge)} judged rows are laid out")
-        for row_id, why in judged.left_out:
-            print(f"left out: {row_id}: {why}")
+    return figures
+
+
+def print_unseen(rows: Rows, found: Fit, known: FittedFigures, judged: Rows, how: str) -> Floats:
+    """Print the errors of rows whose source is left out, and how many lie within intervals; return seconds.
+
+    The intervals are those of the fit without that source, and those that the presets say.
+    """
+    residuals, slopes = found.residuals, found.slopes
+    if judged is not rows:
         residuals = np.log(judged.predict(found.logs) / judged.measured)
         slopes = slopes_of(judged, found.logs, residuals)
-        others = unseen_of(rows, found, judged, residuals, slopes)
-        print_errors(
-            judged, others.seconds, f"of {', '.join(map(str, given.judge))}, with the source left out"
-        )
-        print(others.text(judged.measured, spread))
-        print(
-            f"by what the presets say: {said_of(others, judged, known, slopes).text(judged.measured, spread)}"
-        )
-    given.out.mkdir(parents=True, exist_ok=True)
-    write_table(given.out / "calibration.csv", figures)
-    pairs = zip(rows.rows, rows.measured.tolist(), fitted.tolist(), unseen.seconds.tolist(), strict=True)
-    columns = ("measured", "fitted", "left_out")
+        for row_id, why in judged.left_out:
+            print(f"left out: {row_id}: {why}")
+    unseen = unseen_of(rows, found, judged, residuals, slopes)
+    print_errors(judged, unseen.seconds, how)
+    print(f"by the fit without it: {unseen.text(judged.measured, known.spread)}")
+    said = Unseen(unseen.seconds, variances_of(judged, slopes, known.covariance))
+    print(f"by what the presets say: {said.text(judged.measured, known.spread)}")
+    return unseen.seconds
+
+
+def write_rows(path: Path, rows: Rows, fitted: Floats, unseen: Floats) -> None:
+    """Write the seconds of each row: measured, fitted, and with its source left out."""
+    columns = {"measured": rows.measured, "fitted": fitted, "left_out": unseen}
     write_table(
-        given.out / "calibration_rows.csv",
+        path,
         [
-            {"id": row["id"]} | dict(zip(columns, [f"{n:.6g}" for n in each], strict=True))
-            for row, *each in pairs
+            {"id": row["id"]} | {name: f"{seconds[place]:.6g}" for name, seconds in columns.items()}
+            for place, row in enumerate(rows.rows)
         ],
     )
-    draw(rows, fitted, given.out / "calibration.png")
-    for row_id, why in rows.left_out:
-        print(f"left out: {row_id}: {why}")
-    if given.write:
-        write_presets(FittedFigures(values, known, spread, ", ".join(path.name for path in given.tables)))
-    return 0
 
 
 def thinned(rows: Sequence[Row]) -> list[Row]:

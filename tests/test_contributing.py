@@ -10,6 +10,7 @@ from training_models import computed_over_ranks, random_inputs, small_mlp
 
 from distsim.executor import SequentialExecutor
 from distsim.hardware import load_cluster
+from distsim.ir import all_ops
 from distsim.plan import Plan
 from distsim.transforms import SGD, differentiate
 
@@ -45,7 +46,8 @@ def test_the_transform_takes_the_signs_of_gradients(signed):
 
 @pytest.mark.parametrize("plan", ["dp=2,zero=1", "tp=2,pp=2,microbatches=2", "dp=2,pp=2,microbatches=2"])
 def test_the_transform_is_computed_over_every_rank(signed, plan):
-    computed_over_ranks(signed[1], Plan.parse(plan))
+    program = computed_over_ranks(signed[1], Plan.parse(plan))
+    assert sum(op.op_type == "Sign" for op in all_ops(program.to_function())) >= 4  # one a weight
 
 
 def test_the_preset_is_a_cluster(tmp_path):

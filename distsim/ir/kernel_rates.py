@@ -38,10 +38,10 @@ class KernelRates:
     ``slowdown`` is the share of the seconds of a collective by which computation beside it takes longer.
     ``attentions`` are how fast :data:`ATTENTION_KERNELS` are, 1 being what ``shares`` say of attention.
     ``processors`` are the multiprocessors among which a product divides its tiles; 0 where that is not known.
-    ``spread`` is how far predicted steps are taken to be from measured ones: the standard deviation of the
-    logarithm, of sources that nothing was fitted to; 0 where that is not known. ``uncertainties`` are, by
-    :data:`KINDS_OF_UNCERTAINTY`, how far the seconds of a kind of work may be from these figures: standard
-    deviations of the logarithm, beside ``spread``.
+    ``spread`` is how far measured steps are taken to be from predicted ones if all figures are right: the
+    standard deviation of the logarithm; 0 where that is not known. ``uncertainties`` are, by
+    :data:`KINDS_OF_UNCERTAINTY`, how far the seconds of a kind of work may be from what these figures say:
+    standard deviations of the logarithm, beside ``spread``.
 
     Raises :class:`TopologyError` for a share outside of (0, 1], and a time, spread or uncertainty that is
     negative or not finite.

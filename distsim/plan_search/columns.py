@@ -93,14 +93,11 @@ def _what_became() -> tuple[PlanColumn, ...]:
 def _speed(step: SearchedStep) -> tuple[PlanColumn, ...]:
     rate = f"{step.unit}/s/device"
     return (
-        PlanColumn(
+        _figure(
             lambda trial: trial.seconds if trial.simulated else None,
-            record="step_s",
-            name="step",
-            text=lambda trial: seconds_text(trial.seconds),
-            label="step",
-            html="step",
-            page=PageCell(1, "step", "seconds"),
+            ("step_s", "step"),
+            lambda trial: seconds_text(trial.seconds),
+            PageCell(1, "step", "seconds"),
         ),
         PlanColumn(lambda trial: trial.low or None, record="low_s", name="low"),
         PlanColumn(
@@ -120,28 +117,22 @@ def _speed(step: SearchedStep) -> tuple[PlanColumn, ...]:
             html=f"{step.unit}/s a device",
             page=PageCell(4, rate, "figure"),
         ),
-        PlanColumn(
+        _figure(
             lambda trial: step.mfu(trial.seconds) if trial.simulated else None,
-            record="mfu",
-            name="mfu",
-            text=lambda trial: f"{step.mfu(trial.seconds):.1%}",
-            label="MFU",
-            html="MFU",
-            page=PageCell(3, "MFU", "share"),
+            ("mfu", "mfu"),
+            lambda trial: f"{step.mfu(trial.seconds):.1%}",
+            PageCell(3, "MFU", "share"),
         ),
     )
 
 
 def _memory() -> tuple[PlanColumn, ...]:
     return (
-        PlanColumn(
+        _figure(
             lambda trial: trial.peak or None,
-            record="peak_bytes",
-            name="memory",
-            text=lambda trial: bytes_label(trial.peak),
-            label="memory",
-            html="memory",
-            page=PageCell(2, "memory", "bytes"),
+            ("peak_bytes", "memory"),
+            lambda trial: bytes_label(trial.peak),
+            PageCell(2, "memory", "bytes"),
         ),
         PlanColumn(
             lambda trial: trial.missing if trial.peak else None, record="missing_bytes", name="missing"
@@ -166,6 +157,17 @@ def _reasons() -> tuple[PlanColumn, ...]:
             page=PageCell(7, "bound by, or why not", "words"),
         ),
     )
+
+
+def _figure(
+    value: Callable[[PlanTrial], Any],
+    names: tuple[str, str],
+    text: Callable[[PlanTrial], str],
+    page: PageCell,
+) -> PlanColumn:
+    """Return a column that is under one label everywhere; ``names`` are its key in records and on pages."""
+    record, name = names
+    return PlanColumn(value, record, name, text, page.label, page.label, page=page)
 
 
 def _interval(trial: PlanTrial) -> str:

@@ -52,7 +52,7 @@ LOSS_FUSED = {
         ("fused_waiting", "fused_2022", "fused_2021", OWN_LOOP, "fused_deepspeed"), "fused_loss_waiting"
     ),
 }
-"""Policies with the fused cross entropy of Megatron-LM, which came in 2023, in the place of those without."""
+"""What policies are with the fused cross entropy of Megatron-LM (7b4a6d76 of June 2024)."""
 
 PASSES_TIMED = "2022-08"
 """Until when the timers of Megatron-LM wait for the device before and after each pass (77efcccb)."""

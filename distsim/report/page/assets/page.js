@@ -84,9 +84,10 @@ function intervalParts({ low, high, level, spread, source, between, terms }) {
   return [
     make("p", {}, `A measured step is expected between ${seconds(low)} and ${seconds(high)}, with ${share(level)} probability: ` +
       `of ten steps like this one, measured on other machines of the kind, ${Math.round(10 * level)} should lie within.`),
-    soft(`The logarithm of measured over predicted seconds has a standard deviation of ${spread} on this preset (${source}); ` +
-      `${share(between)} of its variance is between machines, which steps of your own correct (distsim simulate --own-runs).`),
-    rows.length ? make("h3", {}, "What of the step is less well known") : null,
+    soft(`The logarithm of measured over predicted seconds has a standard deviation of ${spread} on this preset (${source}), ` +
+      "and on top, independent of it, what each kind of work below deviates by, times its share of the step; " +
+      `${share(between)} of the variance is between machines, which steps of your own correct (distsim simulate --own-runs).`),
+    rows.length ? make("h3", {}, "How well what the step consists of is known") : null,
     rows.length ? barTable(["kind of work", "share of the step", "its own deviation"], rows, 10) : null,
   ];
 }

@@ -1,0 +1,114 @@
+"""The software of a row of measurements: its stack, kernels, attention and types, by its columns."""
+
+import pytest
+from truth_rows import GPT, LLAMA
+
+from distsim.transforms.kernels import KERNELS
+from distsim.truth import case_of
+from distsim.truth.software import LOSS_FUSED
+
+
+@pytest.mark.parametrize(
+    ("column", "text", "kernels"),
+    [
+        *[("framework", f"Megatron-LM {month}", "fused_2021") for month in ("2020-09", "2021-09")],
+        *[("framework", f"Megatron-LM {month}", "fused_2022") for month in ("2021-10", "2022-08")],
+        ("framework", "Megatron-LM 2022-09", "fused_waiting"),
+        *[("source_url", f"arXiv:{n}.04473", f"fused_{k}") for n, k in ((2104, "2021"), (2205, "2022"))],
+    ],
+)
+def test_megatron_is_as_old_as_a_column_says_or_its_paper_is(column, text, kernels):
+    assert case_of(GPT | {column: text}).kernels == kernels
+
+
+def test_losses_are_fused_in_policies_that_there_are():
+    assert {*LOSS_FUSED, *LOSS_FUSED.values()} <= {*KERNELS}
+    for framework, zero, kernels in (
+        ("Megatron-DeepSpeed", "", "fused_loss_waiting"),
+        ("Megatron-DeepSpeed 2023-12", "", "fused_loss"),
+        ("Megatron-LM 2024-03", "", "fused_loss"),
+    ):
+        row = GPT | {"framework": framework, "zero": zero, "overlap": "fused cross-entropy"}
+        row |= {"precision": "bf16", "attention": "flash"} if "20" in framework else {}
+        assert case_of(row).kernels == kernels
+
+
+@pytest.mark.parametrize("name", ["FairScale", "axolotl 0.8", "TRL", "PyTorch Lightning", "verl (FSDP)"])
+def test_trainers_around_torch_are_taken_for_its_fsdp(name):
+    case = case_of(LLAMA | {"framework": name})
+    assert case.stack.name == "torchtitan" and any(
+        "the stack torchtitan for" in each for each in case.assumed
+    )
+
+
+@pytest.mark.parametrize(
+    ("zero", "stack", "kernels"),
+    [
+        ("", "megatron_2021", "fused_2021_epilogues"),
+        ("0", "deepspeed", "fused_deepspeed"),
+        ("3", "deepspeed_2021", "fused_2021"),
+    ],
+)
+def test_deepspeed_runs_a_step_of_megatron_where_zero_is_named(zero, stack, kernels):
+    pipeline = {"pp": "1", "dp": "4"} if zero == "3" else {}
+    case = case_of(GPT | {"framework": "Megatron-DeepSpeed", "zero": zero, **pipeline})
+    assert (case.stack.name, case.kernels) == (stack, kernels)
+    assert any("own loop" in each for each in case.assumed) == (not zero)
+
+
+@pytest.mark.parametrize(
+    ("text", "kind"),
+    [
+        ("no flash (not stated)", "math"),
+        ("FlashAttention-2", "flash2"),
+        ("flash-attn v1", "flash1"),
+        ("fa3", "flash3"),
+        ("SDPA flash", "flash2"),
+        ("unfused softmax (fused scale-mask-softmax), no flash", "math"),
+        ("cuDNN", "cudnn"),
+        ("w/o flash", "math"),
+    ],
+)
+def test_kinds_of_attention(text, kind):
+    assert case_of(GPT | {"attention": text}).attention == kind
+
+
+def test_a_kernel_of_attention_that_no_column_names_is_the_stacks():
+    row = GPT | {"attention": "flash (v1/v2 not stated)"}
+    for framework, kernel in (("Composer", "triton"), ("nanotron", "flash2"), ("PyTorch", "flash")):
+        case = case_of(row | {"framework": framework})
+        assert case.attention == kernel and f"attention {kernel}" in case.assumed
+
+
+@pytest.mark.parametrize(
+    ("changed", "name"),
+    [
+        ({"precision": "bf16, fp32 grad accumulation"}, "mixed"),
+        ({"precision": "BF16"}, "mixed"),
+        ({"precision": "fp16/bf16"}, "mixed_fp16"),
+        ({"precision": "bf16/fp16"}, "mixed"),
+        ({"precision": "float32"}, "fp32"),
+        ({"precision": "TF32"}, "tf32"),
+        ({"precision": "mxfp8"}, "mixed_fp8"),
+        ({"precision": "fp16", "framework": "DeepSpeed", "zero": "3", "dp": "2", "pp": "1"}, "mixed_fp16"),
+        ({"precision": "bf16", "framework": "FSDP", "zero": "3", "fsdp": "PURE", "pp": "1"}, "fsdp2_pure"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_types(changed, name):
+    assert case_of(GPT | changed).precision.name == name
+
+
+@pytest.mark.parametrize(
+    ("changed", "scaling"),
+    [
+        ({"precision": "fp8 linears", "framework": "torchtitan", "zero": "3", "pp": "1"}, "tensorwise"),
+        ({"precision": "fp8 rowwise", "framework": "torchtitan", "zero": "3", "pp": "1"}, "rowwise"),
+        ({"precision": "fp8"}, "delayed"),
+        ({"precision": "fp8 (current scaling)"}, "tensorwise"),
+        ({"precision": "mxfp8"}, "blockwise"),
+    ],
+    ids=str,
+)
+def test_scalings(changed, scaling):
+    assert case_of(GPT | changed).precision.scaling == scaling
