@@ -32,8 +32,8 @@ PROBLEMS, PLANS, TOP = 30, 80, 10
 
 MODELS = {
     "mlp:layers=4,width=256": "tp=1|2,remat=none|full,zero=*,schedule=1f1b|gpipe",
-    "gpt:layers=4,hidden=32,heads=4,vocab=32,seq=8": "tp=1|2,remat=none|full,pp=1|2|4,zero=0|1,"
-    "schedule=1f1b|zb_h1|interleaved,microbatch_size=1|2|4",
+    "gpt:layers=6,hidden=32,heads=4,vocab=32,seq=8": "tp=1|2,remat=none|full|attention|min_cut,pp=1|2,"
+    "zero=0|1|3,stages=layers|even,schedule=1f1b|zb_h1|interleaved,chunks=1|3,microbatch_size=1|2|4",
     # Fewer layers than stages: these begin within layers, whose parts then run beside each other.
     "gpt:layers=2,hidden=32,heads=4,vocab=32,seq=16": "tp=1|2,remat=none|full,pp=1|2|4,zero=0|1|3,"
     "schedule=1f1b|gpipe|looped_bfs|1f1b_v,chunks=1|2,microbatches=1|2|4",

@@ -24,7 +24,7 @@ from distsim.simulation.schedule_times import time_schedule
 def work(layers, layer, head):
     seconds = layers * layer + head
     stage = StageWork(seconds, layers, 0)
-    return LayerWork(seconds, seconds, 0.0, 0.0, 0, layer, head, (stage,))
+    return LayerWork(seconds, seconds, 0.0, 0.0, 0.0, 0, stage.layers, layer, head, (stage,))
 
 
 @given(st.integers(1, 6), st.integers(2, 4), st.integers(1, 5), st.floats(0.1, 2.0), st.floats(0.0, 3.0))

@@ -71,7 +71,7 @@ def test_the_best_are_those_of_trying_all(seed):
         assert evaluator.bound(plan, standing) <= evaluator.objective(trial)
         if known.layers is not None and trial.layers is not None:  # else of whole backward passes
             assert known.layers.seconds == pytest.approx(trial.layers.seconds, rel=1e-9)
-        if known.saved and trial.layers.layers:
+        if known.saved and trial.layers is not None and trial.layers.layers:
             assert known.saved == trial.layers.saved
         if known.stages:
             assert known.stages == trial.layers.stages
@@ -83,6 +83,13 @@ def test_the_best_are_those_of_trying_all(seed):
         assert max(known.products, known.busy) <= max(
             trial.work, trial.layers.seconds if trial.layers else 0
         ) * (1 + 1e-9)
+        # Few layers tell what all of them do.
+        probed = Standing()
+        told = evaluator.probed(plan, probed)
+        assert evaluator.bound(plan, probed) <= evaluator.objective(trial)
+        assert evaluator.least_bytes(plan, probed) <= trial.peak
+        if told is not None and trial.layers is not None:
+            assert told.seconds == pytest.approx(trial.layers.seconds, rel=1e-9)
     assert [trial.text for trial in found.trials] == [str(plan) for plan in problem.plans]
     assert sum(found.counts.values()) == len(problem.plans)
 

@@ -101,7 +101,7 @@ def test_every_trial_of_a_search_comes_back(run, tmp_path):
 # --- what others may have written ---------------------------------------------------------------------
 
 STAGES, PASSAGE = [[0.5, 2, 7]], [0.1, 0.2, 0.0]
-LAYERS = [1.0, 1.0, 0.5, 0.5, 7, 0.0, 0.0, STAGES, PASSAGE, 0.0]
+LAYERS = [1.0, 1.0, 0.5, 0.5, 0.0, 7, 2, 0.0, 0.0, STAGES, PASSAGE, 0.0]
 RIGHT = {"text": "dp=8", "seconds": 2.0, "peak": 5, "layers": LAYERS, "parts": {"linear": 2.0}}
 
 
@@ -111,9 +111,9 @@ def layers(place, value):
 
 WRONG = {
     "layers": [
-        *(5, [1], {}, "layers", [*LAYERS, 1.0], layers(0, "x"), layers(4, 1.5), layers(7, 5), layers(7, [5])),
-        *(layers(7, [[0.5, 2]]), layers(7, [[0.5, 2.5, 7]]), layers(7, None), layers(8, 5), layers(8, [1.0])),
-        layers(8, [None, 0.2, 0.0]),
+        *(5, [1], {}, "layers", [*LAYERS, 1.0], layers(0, "x"), layers(5, 1.5), layers(9, 5), layers(9, [5])),
+        *(layers(9, [[0.5, 2]]), layers(9, [[0.5, 2.5, 7]]), layers(9, None), layers(6, None)),
+        *(layers(10, 5), layers(10, [1.0]), layers(10, [None, 0.2, 0.0])),
     ],
     "text": [["dp=8"], None, 7],
     "seconds": ["x", "2.0", None, True, [2.0]],

@@ -21,6 +21,7 @@ from distsim.plan_search.bounds.layer_work import LayerWork, StageWork, is_produ
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
 from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge
 from distsim.plan_search.bounds.plan_keys import PlanKeys
+from distsim.plan_search.layer_probe import LayerProbes, probe_of
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -85,6 +86,7 @@ class PlanEvaluator:
         self.costs = CostModel(problem.topology, kernels=problem.kernels.way)
         self.simulator = Simulator(self.costs)
         self._bounds: dict[Function, PlanBounds] = {}
+        self._probes: dict[Function, LayerProbes] = {}
         self._batch: dict[Function, int] = {}
         self._levels: dict[tuple[Function, int], int] = {}
         self._keys: dict[Plan, PlanKeys] = {}
@@ -171,31 +173,65 @@ class PlanEvaluator:
     ) -> Iterator[PlanTrial]:
         """Yield what becomes of each plan; ``standing`` grows with it. What is known is not tried again."""
         for plan in plans:
-            reason = self.discarded(plan, standing)
+            probed, reason = None, self.discarded(plan, standing)
+            if not reason:
+                probed = self.probed(plan, standing)
+                reason = "" if probed is None else self.discarded(plan, standing)
             if reason:
-                yield PlanTrial(str(plan), discarded=reason)
+                yield PlanTrial(str(plan), discarded=reason, layers=probed)
                 continue
             limit = standing.worst(self.problem.top)
             trial = known.get(str(plan)) or self.trial(plan, limit)
+            trial = trial if probed is None or trial.layers is not None else replace(trial, layers=probed)
             self.learn(trial, standing)
             yield trial
 
+    def probed(self, plan: Plan, standing: Standing) -> LayerWork | None:
+        """Return what a step of few layers tells of those of a plan, which is entered in a standing.
+
+        None where they are known, or cannot be told so.
+        """
+        keys, function, probe = self.keys(plan), self.problem.model(plan), probe_of(plan)
+        asked = keys.layers_undivided or keys.layers
+        known = asked is None or asked in standing.layers or keys.layers in standing.layers
+        if known or probe is None or len(self._kinds) > 1 or self.problem.model(probe) is not function:
+            return None
+        if self.keys(probe).layers != asked:
+            return None
+        if function not in self._probes:
+            self._probes[function] = LayerProbes(self.bounds(plan), self.costs)
+        found = self._probes[function].work(probe)
+        if found is not None:
+            self._learn_layers(probe, found, standing)
+        return found
+
     def learn(self, trial: PlanTrial, standing: Standing) -> None:
         """Add to a standing what a trial says."""
-        plan, keys, made = trial.plan, self.keys(trial.plan), trial.layers
         if trial.work:
-            standing.work[keys.work] = min(trial.work, standing.work.get(keys.work, trial.work))
-        if made is not None and keys.layers is not None:
-            standing.layers[keys.layers] = standing.layers.get(keys.layers, made).least(made)
-            standing.stages.setdefault(keys.stages, made.stages)
-            if made.sums and plan.microbatches > 2:
-                standing.sums[keys.sums] = min(made.sums, standing.sums.get(keys.sums, made.sums))
-            if made.layers:
-                standing.saved[keys.saved] = min(made.saved, standing.saved.get(keys.saved, made.saved))
-                least = standing.forward.get(keys.work, made.products)
-                standing.forward[keys.work] = min(made.products, least)
+            key = self.keys(trial.plan).work
+            standing.work[key] = min(trial.work, standing.work.get(key, trial.work))
+        if trial.layers is not None:
+            # What a probe tells is of no stages.
+            probe = None if trial.layers.stages else probe_of(trial.plan)
+            self._learn_layers(probe or trial.plan, trial.layers, standing)
         if trial.fits:
             insort(standing.best, self.objective(trial))
+
+    def _learn_layers(self, plan: Plan, made: LayerWork, standing: Standing) -> None:
+        """Add to a standing what is known of the layers of a plan."""
+        keys = self.keys(plan)
+        if keys.layers is None:
+            return
+        standing.layers[keys.layers] = standing.layers.get(keys.layers, made).least(made)
+        if made.stages:
+            standing.stages.setdefault(keys.stages, made.stages)
+        if made.sums and plan.microbatches > 2:
+            standing.sums[keys.sums] = min(made.sums, standing.sums.get(keys.sums, made.sums))
+        if made.layers:
+            if made.saved:
+                standing.saved[keys.saved] = min(made.saved, standing.saved.get(keys.saved, made.saved))
+            least = standing.forward.get(keys.work, made.products)
+            standing.forward[keys.work] = min(made.products, least)
 
     def objective(self, trial: PlanTrial) -> float:
         """Return by what a plan is ranked: less is better."""

@@ -93,15 +93,18 @@ class DataTraffic:
         updated = gather * self.updated if plan.zero in (1, 2) else 0.0
         gathered = 0.0
         if plan.zero == 3:
-            # Other policies may save more.
-            again = self.again if plan.remat in ("none", "full") else 0
+            # What backward reads of a parameter no policy of recomputation saves (gathers.gathered).
             keeps = plan.resharding == "never"
-            gathered = gather * (self.gathered if keeps else count * (self.gathered + again))
+            gathered = gather * (self.gathered if keeps else count * (self.gathered + self.again))
         exposed = late + (0.0 if plan.overlap_params == "on" else updated)
         busy = gathered + sent + updated
         if plan.overlap_grads == "on":
             exposed = 0.0
         return TrafficSeconds(busy / ranks, exposed / ranks)
+
+    def seconds_after(self, plan: Plan, topology: Topology) -> float:
+        """Return what follows the last backward pass of a rank that has all of this on its ranks of tp."""
+        return self.seconds(plan, topology).exposed * plan.pp if plan.zero < 2 else 0.0
 
 
 def _cast_inside(call: Op, original: Mapping[Value, Value]) -> Iterator[Value]:

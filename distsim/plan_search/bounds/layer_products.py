@@ -36,7 +36,7 @@ class LayerProducts:
         ahead, behind = self.forward / ranks, self.behind / ranks
         passage = LayerPassage(ahead, behind, layer - ahead - behind)
         total = layers * layer + head
-        return LayerWork(total, total, 0.0, 0.0, 0, layer, head, passage=passage)
+        return LayerWork(total, total, 0.0, 0.0, 0.0, 0, layers, layer, head, passage=passage)
 
 
 def layer_products(function: Function, layers: int, seconds: Callable[[Op], float]) -> LayerProducts | None:

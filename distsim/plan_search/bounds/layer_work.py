@@ -50,8 +50,9 @@ class LayerPassage(NamedTuple):
 
 class LayerWork(NamedTuple):
     """``seconds`` for which a microbatch takes the compute stream, those that it is ``computing``, those of
-    them in the ``forward`` passes of layers and in the ``products`` of these, and the bytes that the layers
-    have ``saved`` when backward begins; all summed over the ``stages``.
+    them in the ``forward`` passes of layers and in the ``products`` of these, those for which forward passes
+    of layers are ``waiting`` for collectives, and the bytes that the ``layers``, so many, have ``saved`` when
+    backward begins; all summed over the ``stages``.
 
     ``layer`` are the seconds of one of the layers, forward and backward, and ``head`` those of the products
     outside of layers, if they are those of one operand of one op, and of what a loss makes of that: they are
@@ -65,29 +66,41 @@ class LayerWork(NamedTuple):
     computing: float
     forward: float
     products: float
+    waiting: float
     saved: int
+    layers: int
     layer: float = 0.0
     head: float = 0.0
     stages: tuple[StageWork, ...] = ()
     passage: LayerPassage | None = None
     sums: float = 0.0
 
-    @property
-    def layers(self) -> int:
-        """How many layers there are."""
-        return sum(stage.layers for stage in self.stages)
-
     def in_halves(self) -> LayerWork:
         """Return what holds where backward passes are in two halves: all that is computed, in more kernels.
 
-        Collectives may run beside other halves; forward passes are the same.
+        Collectives of backward may run beside other halves; forward passes are the same, and wait as before.
         """
-        layer = (
-            (self.computing - self.head) / self.layers if self.layer and self.head and self.layers else 0.0
-        )
+        seconds = self.computing + self.waiting
+        layer = (seconds - self.head) / self.layers if self.layer and self.head and self.layers else 0.0
         passage = self.passage and LayerPassage(self.passage.ahead, 0.0, 0.0)
         head = self.head if layer else 0.0
-        return LayerWork(self.computing, self.computing, 0.0, 0.0, 0, layer, head, self.stages, passage)
+        work = LayerWork(seconds, self.computing, 0.0, 0.0, 0.0, 0, self.layers)
+        return work._replace(layer=layer, head=head, stages=self.stages, passage=passage)
+
+    def of_layers(self, count: int) -> LayerWork:
+        """Return what so many of these layers do, each the same, and what is beside them; no stages."""
+        most, layers = count / self.layers, self.layers
+        beside = self.seconds - layers * self.layer
+        return self._replace(
+            seconds=count * self.layer + beside,
+            computing=most * (self.computing - beside) + beside,
+            forward=most * self.forward,
+            products=most * self.products,
+            waiting=most * self.waiting,
+            saved=self.saved * count // layers,
+            layers=count,
+            stages=(),
+        )
 
     def least(self, other: LayerWork) -> LayerWork:
         """Return what holds of both."""
@@ -96,18 +109,21 @@ class LayerWork(NamedTuple):
             min(self.computing, other.computing),
             min(self.forward, other.forward),
             min(self.products, other.products),
+            min(self.waiting, other.waiting),
             min(self.saved, other.saved),
+            self.layers,
             min(self.layer, other.layer),
             min(self.head, other.head),
-            self.stages,
+            self.stages or other.stages,
             _least_passage(self.passage, other.passage),
             min(self.sums, other.sums),
         )
 
 
 def _least_passage(one: LayerPassage | None, two: LayerPassage | None) -> LayerPassage | None:
+    """Return what holds of both; stages of one layer each do not tell."""
     if one is None or two is None:
-        return None
+        return one or two
     return LayerPassage(min(one.ahead, two.ahead), min(one.behind, two.behind), max(one.late, two.late))
 
 
@@ -141,7 +157,9 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         sum(one.computing + two.computing for one, two in passes) + sum(losses),
         sum(span.computing for forward, _ in passes for _, span in forward.calls),
         sum(span.products for forward, _ in passes for _, span in forward.calls),
+        sum(span.seconds - span.computing for forward, _ in passes for _, span in forward.calls),
         sum(own for own, _ in saved),
+        sum(stage.layers for stage in stages),
         _layer_seconds(passes),
         head + sum(losses),
         tuple(stages),

@@ -103,23 +103,27 @@ def layers_counted(plan: Plan, layers: int) -> tuple[int, ...]:
     return ()
 
 
-def seconds_of_stages(plan: Plan, stages: Sequence[StageWork], passage: LayerPassage | None = None) -> float:
+def seconds_of_stages(
+    plan: Plan, stages: Sequence[StageWork], passage: LayerPassage | None = None, after: float = 0.0
+) -> float:
     """Return the seconds that a plan of these stages takes at least; 0 where nothing is known.
 
-    ``passage`` is the way through a layer, of stages that begin between layers.
+    ``passage`` is the way through a layer, of stages that begin between layers; ``after`` are seconds for
+    each layer of a rank that follow its last backward pass.
     """
     if len(stages) != plan.num_stages:
         return 0.0
     ahead = [0, *accumulate(stage.layers for stage in stages)]
-    found = 0.0
-    for rank in flights(plan):
+    found, ranks = 0.0, flights(plan)
+    fewest = min([sum(stages[stage].layers for stage in rank.stages) for rank in ranks], default=0)
+    for rank in ranks:
         seconds = plan.microbatches * sum(stages[stage].seconds for stage in rank.stages)
         if passage is not None and (before := ahead[min(rank.stages)]):
             # The gradient of what the first layer takes in may be of no use.
-            after = (before - 1) * passage.behind - passage.late if rank.ends_first else 0.0
-            seconds += before * passage.ahead + max(after, 0.0)
+            back = (before - 1) * passage.behind - passage.late if rank.ends_first else 0.0
+            seconds += before * passage.ahead + max(back, 0.0)
         found = max(found, seconds)
-    return found
+    return found + fewest * after
 
 
 def bytes_of_stages(

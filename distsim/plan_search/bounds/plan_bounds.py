@@ -34,6 +34,7 @@ from collections import Counter
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from typing import NamedTuple
 
 from distsim.cache import cached
@@ -134,6 +135,15 @@ class PlanBounds:
         return DataTraffic.of(self.function, updated, self.held.gradients)
 
     @cached_property
+    def _layer_traffic(self) -> DataTraffic | None:
+        """The part of it that is of equal layers, of what is not gathered for passes."""
+        layered = self.held_in_layers
+        if layered is None:
+            return None
+        updated = sum(own.nbytes for own in self._trained_among([*chain(*self.layer_parameters)]))
+        return DataTraffic(0, 0, updated, layered.gradients)
+
+    @cached_property
     def layers(self) -> int:
         """How many layers there are, if all are equal; 0 if not."""
         return 0 if self._layered is None else self._layered[0]
@@ -144,8 +154,8 @@ class PlanBounds:
         return None if self._layered is None else self._layered[1]
 
     @cached_property
-    def _layered(self) -> tuple[int, HeldBytes] | None:
-        """How many equal layers there are, and what their parameters take.
+    def layer_parameters(self) -> tuple[frozenset[Value], ...]:
+        """The parameters of each of equal layers; nothing where the function does not consist of these.
 
         Parameters that one call reads are of one layer: all of them its forward pass, and its update; a bias
         is nothing to its backward pass.
@@ -159,8 +169,15 @@ class PlanBounds:
                 joined = [layer for layer in layers if not layer.isdisjoint(read)]
                 layers = [layer for layer in layers if layer.isdisjoint(read)]
                 layers.append(read.union(*joined))
-        if not layers or {*callees.values()} != {len(layers)}:
-            return None  # forward, backward and updates of equal layers are called once for each
+        # Forward, backward and updates of equal layers are called once for each.
+        return tuple(map(frozenset, layers)) if {*callees.values()} == {len(layers)} else ()
+
+    @cached_property
+    def _layered(self) -> tuple[int, HeldBytes] | None:
+        """How many equal layers there are, and what their parameters take."""
+        layers = self.layer_parameters
+        if not layers:
+            return None
         layered = {value: None for parameters in layers for value in parameters}
         updated = (op.inputs for op in self.function.ops if not layered.keys().isdisjoint(op.inputs))
         state = {v: None for inputs in updated for v in inputs if v.role is Role.STATE}
@@ -234,7 +251,14 @@ class PlanBounds:
         stages = [
             stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
         ]
-        return max(found, whole, seconds_of_stages(plan, stages, passage))
+        return max(found, whole, seconds_of_stages(plan, stages, passage, self._after(plan)))
+
+    def _after(self, plan: Plan) -> float:
+        """Return what follows the last backward pass of a rank for each of its layers."""
+        traffic = self._layer_traffic
+        if traffic is None or not _has_flush(plan.schedule):
+            return 0.0
+        return traffic.seconds_after(plan, self.topology) / self.layers
 
     def _least_work(self, plan: Plan) -> LayerWork | None:
         """Return what layers take at least of which nothing was built, where a plan counts them."""

@@ -36,19 +36,20 @@ class PlanKeys(NamedTuple):
         not known. ``interiors``: whether kernels compute again what is inside of them."""
         whole, split = levels == 0, splits_backward(plan)
         work, saves = _work_key(plan, batch, whole, split), _work_key(plan, batch, whole, False, saving=True)
+        # Forward passes save as much for two halves of a backward pass, and what is summed is the same.
+        passes = _work_key(plan, batch, whole, False)
         if levels is None:
-            return PlanKeys(work, saves, None, None, None, None, _saved_key(plan, work), None, whole)
-        layers = _layers_key(plan, work, levels)
-        undivided = _layers_key(plan, _work_key(plan, batch, whole, False), levels) if split else None
+            return PlanKeys(work, saves, None, None, None, None, _saved_key(plan, passes), None, whole)
+        layers, undivided = _layers_key(plan, work, levels), _layers_key(plan, passes, levels)
         return PlanKeys(
             work,
             saves,
             None if split or plan.offload else _layers_key(plan, saves, levels),
-            undivided,
+            undivided if split else None,
             layers,
             _stages_key(plan, layers, interiors),
-            _saved_key(plan, work),
-            _sums_key(layers, plan),
+            _saved_key(plan, passes),
+            _sums_key(undivided, plan),
             whole,
         )
 
@@ -68,9 +69,10 @@ _ORDER = Plan().order
 
 def _layers_key(plan: Plan, work: Hashable, levels: int) -> Hashable:
     """Return what the seconds of the layers of a plan depend on, beside the function: of how many levels of
-    calls they are written out, how they are divided (``work``), whether there is a dp that the choice of
-    layouts sees, and, unless neighbours are along the same axes, where they lie."""
-    placed = plan.dp > 1 if plan.order == _ORDER else (plan.dp, plan.pp)
+    calls they are written out, how they are divided (``work``), the dp that the choice of layouts over other
+    axes sees, and, unless neighbours are along the same axes, where they lie."""
+    seen = plan.dp if plan.tp * plan.cp * plan.ep > 1 else plan.dp > 1
+    placed = seen if plan.order == _ORDER else (plan.dp, plan.pp)
     return work, levels, plan.tp_overlap, placed
 
 

@@ -1,0 +1,59 @@
+"""What the layers of a plan do, found out by building it for a step of few of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from distsim.compose import parallelize
+from distsim.cost import CostModel
+from distsim.errors import DistsimError
+from distsim.plan import Plan
+from distsim.plan_search.bounds.layer_work import LayerWork, layer_work
+from distsim.plan_search.bounds.plan_bounds import PlanBounds
+from distsim.plan_search.bounds.short_step import shortened
+
+LAYERS = 4
+"""Of how many layers a step is that is built: two for each of two stages, the one after the other."""
+
+
+def probe_of(plan: Plan) -> Plan | None:
+    """Return the plan of two stages at most under which layers do the same; None where none is like it."""
+    if plan.zero_ranks or plan.offload:
+        return None
+    stages = "layers" if plan.pp > 1 else "even"
+    try:
+        return replace(plan, pp=min(plan.pp, 2), chunks=1, stages=stages, schedule="1f1b")
+    except DistsimError:
+        return None
+
+
+class LayerProbes:
+    """The layers of plans of a step, each probed once."""
+
+    def __init__(self, bounds: PlanBounds, costs: CostModel) -> None:
+        self._bounds, self._costs = bounds, costs
+        self._known: dict[Plan, LayerWork | None] = {}
+        parameters = bounds.layer_parameters
+        self._short = shortened(bounds.function, parameters, LAYERS) if parameters else None
+
+    def work(self, probe: Plan) -> LayerWork | None:
+        """Return what the layers of a plan do all together, of those of the step; None: it is not known."""
+        if probe not in self._known:
+            self._known[probe] = self._probed(probe)
+        return self._known[probe]
+
+    def _probed(self, probe: Plan) -> LayerWork | None:
+        if self._short is None or probe.devices > len(self._bounds.topology.devices):
+            return None
+        try:
+            program = parallelize(
+                self._short, probe, self._bounds.topology, self._costs, None, self._bounds.kernels
+            )
+            found = layer_work(program, self._costs)
+        except DistsimError:
+            return None
+        if found is None or not found.layer or found.layers != LAYERS:
+            return None
+        work = found.of_layers(self._bounds.layers)
+        # Of what is gathered the first layer of a stage saves more, so as many stages would have to be known.
+        return work._replace(saved=0) if probe.zero == 3 else work

@@ -1,0 +1,119 @@
+"""A step of few of its layers tells what layers do: it is the step of a model that has no more."""
+
+import re
+
+import pytest
+from training_models import topology_of
+
+from distsim.importer import load_model
+from distsim.ir import Topology, pformat
+from distsim.models import mlp
+from distsim.plan import Plan
+from distsim.plan_search.bounds.plan_bounds import PlanBounds
+from distsim.plan_search.bounds.short_step import shortened
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
+from distsim.plan_search.layer_probe import probe_of
+from distsim.plan_search.run import FixedModel
+from distsim.plan_search.trial import SLOWER, TOO_LARGE
+from distsim.transforms import SGD, Adam, add_loss, differentiate
+from distsim.transforms.autodiff.precision import precision_named
+from distsim.transforms.kernels.policies import KERNELS
+
+GPT = "gpt:layers={},hidden=32,heads=4,vocab=32,seq=8"
+LLAMA = "llama:layers={},hidden=32,heads=4,kv_heads=2,vocab=32,seq=16"
+MIXTRAL = "mixtral-8x7b:layers={},seq=16"
+
+
+def step_of(name, layers, **options):
+    return differentiate(add_loss(load_model(name.format(layers), 16)), Adam(), **options)
+
+
+def layers_of(function):
+    return PlanBounds(function, Topology(), KERNELS["eager"]).layer_parameters
+
+
+def text(function):
+    """Return the text of a function without the numbers that names were given to tell them apart."""
+    return re.sub(r"\b([a-z]{3,})\d+", r"\1", pformat(function))
+
+
+@pytest.mark.parametrize("name", [GPT, LLAMA, MIXTRAL])
+@pytest.mark.parametrize(
+    "options", [{}, {"clip": 1.0, "precision": "mixed"}, {"clip": 1.0, "precision": "amp"}]
+)
+@pytest.mark.parametrize("kept", [1, 2])
+def test_a_step_of_few_layers_is_that_of_a_model_of_no_more(name, options, kept):
+    options = {key: precision_named(value) if key == "precision" else value for key, value in options.items()}
+    whole = step_of(name, 5, **options)
+    assert text(shortened(whole, layers_of(whole), kept)) == text(step_of(name, kept, **options))
+
+
+def test_layers_that_are_no_chain_or_too_few_are_left_as_they_are():
+    whole = step_of(LLAMA, 3)
+    assert shortened(whole, layers_of(whole), 3) is None
+    assert not layers_of(differentiate(mlp(layers=4, width=8, batch=4), SGD()))
+
+
+@pytest.fixture(scope="module")
+def evaluator():
+    step = step_of("llama:layers=12,hidden=64,heads=4,kv_heads=2,vocab=64,seq=64", 12)
+    return PlanEvaluator(SearchProblem(FixedModel(step), topology_of(8), KERNELS["eager"], top=1))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        "dp=2,tp=2,pp=2,microbatches=4,stages=layers",
+        "dp=2,pp=2,microbatches=8,schedule=interleaved,chunks=3,stages=layers,remat=full,zero=1",
+        "dp=4,pp=2,microbatches=4,stages=layers,remat=min_cut,zero=3",
+        "dp=4,tp=2,microbatches=2,sp=on,remat=attention",
+    ],
+)
+def test_what_a_probe_tells_is_what_building_the_plan_tells(evaluator, fields):
+    plan = Plan.parse(fields)
+    told, built = evaluator.probed(plan, Standing()), evaluator.trial(plan).layers
+    assert told.passage == (built.passage and pytest.approx(built.passage))
+    for name in ("seconds", "computing", "forward", "products", "waiting", "layer", "head", "sums"):
+        assert getattr(told, name) == pytest.approx(getattr(built, name), rel=1e-9), name
+    assert (told.saved, told.layers) == (built.saved if plan.zero < 3 else 0, built.layers)
+
+
+def test_halves_of_backward_passes_take_no_less_than_the_whole_ones_that_a_probe_tells_of(evaluator):
+    plan, standing = Plan.parse("dp=2,pp=4,microbatches=8,schedule=zb_h1,stages=layers"), Standing()
+    before = evaluator.bound(plan, standing), evaluator.least_bytes(plan, standing)
+    assert evaluator.probed(plan, standing) is not None
+    trial = evaluator.trial(plan)
+    assert before[0] < evaluator.bound(plan, standing) <= trial.seconds
+    assert before[1] < evaluator.least_bytes(plan, standing) <= trial.peak
+
+
+@pytest.mark.parametrize("reason", [SLOWER, TOO_LARGE])
+def test_what_is_discarded_after_a_probe_was_not_built_and_teaches_others(evaluator, monkeypatch, reason):
+    plan, probed = Plan.parse("dp=2,pp=4,microbatches=8,stages=layers"), Standing()
+    least = evaluator.bound if reason == SLOWER else evaluator.least_bytes
+    before = least(plan, probed)
+    evaluator.probed(plan, probed)
+    limit = (before + least(plan, probed)) / 2
+    monkeypatch.setattr(evaluator, "usable", limit if reason == TOO_LARGE else 2.0**60)
+    monkeypatch.setattr(evaluator, "trial", lambda plan, limit: pytest.fail("it was built"))
+    standing, other = Standing([limit] if reason == SLOWER else []), Standing()
+    (trial,) = evaluator.trials(iter([plan]), standing, {})
+    assert trial.discarded == reason
+    evaluator.learn(trial, other)
+    assert other.layers == standing.layers == probed.layers != {}
+
+
+@pytest.mark.parametrize(
+    ("fields", "probe"),
+    [
+        ("dp=4,pp=4,microbatches=2,chunks=2,schedule=interleaved", "dp=4,pp=2,microbatches=2,stages=layers"),
+        ("dp=2,tp=4,sp=on,microbatches=16,remat=full", "dp=2,tp=4,sp=on,microbatches=16,remat=full"),
+    ],
+)
+def test_a_probe_has_as_many_samples_on_the_ranks_of_a_stage(fields, probe):
+    assert probe_of(Plan.parse(fields)) == Plan.parse(probe)
+
+
+def test_there_is_no_probe_where_groups_of_ranks_or_hosts_matter():
+    assert probe_of(Plan.parse("dp=4,zero=1,zero_ranks=2")) is None
+    assert probe_of(Plan.parse("dp=4,remat=none,offload=2")) is None
