@@ -24,8 +24,11 @@ def pytest_runtest_teardown(item, nextitem):
 
 
 def pytest_sessionfinish():
-    """Look for cycles once: pytest does ten times, for exceptions that nobody saw, and Python as it ends."""
-    gc.collect()
+    """Look for cycles once: pytest does ten times, for exceptions that nobody saw, and Python as it ends.
+
+    Among what the last tests left: all that a run made are some ten million objects, five seconds' work.
+    """
+    gc.collect(1)
     gc.freeze()
 
 

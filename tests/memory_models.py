@@ -200,20 +200,25 @@ def any_schedule(rng: Random, chain: int, microbatches: int, own_pairs: bool = F
     def ready(action: Action) -> bool:
         stage, m = action.stage, action.microbatch
         if action.kind is Kind.FORWARD:
-            return stage % chain == 0 or Action(Kind.FORWARD, stage - 1, m) in done
+            return stage % chain == 0 or (Kind.FORWARD, stage - 1, m) in done
         if action.kind is Kind.BACKWARD_WEIGHT:
-            return Action(Kind.BACKWARD_INPUT, stage, m) in done
+            return (Kind.BACKWARD_INPUT, stage, m) in done
         last = (stage + 1) % chain == 0
         after = Kind.BACKWARD_INPUT if (stage + 1, m) in halves else Kind.BACKWARD
-        return Action(Kind.FORWARD, stage, m) in done and (last or Action(after, stage + 1, m) in done)
+        return (Kind.FORWARD, stage, m) in done and (last or (after, stage + 1, m) in done)
 
-    done: set[Action] = set()
+    done: set[tuple[Kind, int, int]] = set()
+    place_of = {action: place for own in left for place, action in enumerate(own)}
+    waiting = [[*range(len(own))] for own in left]  # places of those that are not ready
+    able: list[set[int]] = [set() for _ in left]
     ranks: list[list[Cell]] = [[] for _ in range(num_ranks)]
     flying = [0] * num_ranks
-    while any(left):
+    while any(waiting) or any(able):
         cells: list[Cell] = []
-        for rank, rest in enumerate(left):
-            can = sorted([action for action in rest if ready(action)], key=wanted)
+        for rank, own in enumerate(left):
+            able[rank].update(place for place in waiting[rank] if ready(own[place]))
+            waiting[rank] = [place for place in waiting[rank] if place not in able[rank]]
+            can = sorted([own[place] for place in sorted(able[rank])], key=wanted)
             few = [a for a in can if a.kind is not Kind.FORWARD or flying[rank] < cap]
             if not (few or can):
                 continue
@@ -230,9 +235,9 @@ def any_schedule(rng: Random, chain: int, microbatches: int, own_pairs: bool = F
             rank = rank_of[cell[0].stage]
             ranks[rank].append(cell)
             for action in cell:
-                left[rank].remove(action)
+                able[rank].remove(place_of[action])
                 flying[rank] += {"F": 1, "B": -1, "W": -1}.get(action.kind.value, 0)
-        done.update([action for cell in cells for action in cell])
+        done.update([(action.kind, action.stage, action.microbatch) for cell in cells for action in cell])
     return Schedule("any", stages, microbatches, ranks, rank_of, copies)
 
 

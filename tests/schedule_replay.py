@@ -26,8 +26,11 @@ def replay(
         {"F": f, "B": i + w, "I": i, "W": w}
         for f, i, w in np.broadcast_to(np.array(seconds), (stages, 3)).tolist()
     ]
-    queues = [[*row] if atomic else [(each,) for cell in row for each in cell] for row in made.ranks]
-    queues = [row[::-1] for row in queues]
+    cells = [[*row] if atomic else [(each,) for cell in row for each in cell] for row in made.ranks]
+    queues = [
+        [(cell, [need for action in cell for need in made.inputs(action)]) for cell in reversed(row)]
+        for row in cells
+    ]
     end: dict[Action, float] = {}
 
     first, free = [-1.0] * made.num_ranks, [0.0] * made.num_ranks
@@ -36,10 +39,10 @@ def replay(
         before = left
         for rank, queue in enumerate(queues):
             while queue:
-                inputs = [need for action in queue[-1] for need in made.inputs(action)]
+                cell, inputs = queue[-1]
                 if any(need not in end for need in inputs):
                     break
-                cell = queue.pop()
+                queue.pop()
                 start = free[rank]
                 for need in inputs:
                     start = max(start, end[need] + send * (rank_of[need.stage] != rank))

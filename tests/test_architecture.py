@@ -104,6 +104,12 @@ def trees() -> dict[str, ast.Module]:
     return {name: ast.parse(path.read_text(encoding="utf-8"), str(path)) for name, path in MODULES.items()}
 
 
+@cache
+def nodes() -> dict[str, list[ast.AST]]:
+    """All nodes of each tree: five tests look through them."""
+    return {name: [*ast.walk(tree)] for name, tree in trees().items()}
+
+
 def top(module: str) -> str:
     """The package or module right under distsim that a module belongs to; a front stands for itself."""
     if module in FRONTS:
@@ -272,8 +278,8 @@ def test_no_folder_has_too_many_entries():
 def parameters() -> dict[str, int]:
     """The functions of too many parameters, and how many each has; self and cls aside."""
     found: dict[str, int] = {}
-    for module, tree in trees().items():
-        for node in ast.walk(tree):
+    for module, every in nodes().items():
+        for node in every:
             if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 names = [
                     each.arg for each in (*node.args.posonlyargs, *node.args.args, *node.args.kwonlyargs)
@@ -291,8 +297,8 @@ def test_no_function_has_too_many_parameters():
 def shared_names() -> dict[str, list[str]]:
     """The names that several classes have, and where; that one is private to a module tells nobody apart."""
     found: dict[str, list[str]] = {}
-    for module, tree in trees().items():
-        for node in ast.walk(tree):
+    for module, every in nodes().items():
+        for node in every:
             if isinstance(node, ast.ClassDef):
                 found.setdefault(node.name.lstrip("_"), []).append(module)
     return {name: modules for name, modules in found.items() if len(modules) > 1}
@@ -312,8 +318,8 @@ def test_no_file_is_over_400_lines():
 def test_no_function_is_over_70_lines():
     long = [
         f"{module}.{node.name}: {node.end_lineno - node.lineno + 1}"
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for module, every in nodes().items()
+        for node in every
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and node.end_lineno - node.lineno >= 70
     ]
     assert long == []
@@ -323,8 +329,8 @@ def own_caches() -> set[str]:
     kinds = {"WeakKeyDictionary", "lru_cache", "cache", "popitem"}
     return {
         module
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for module, every in nodes().items()
+        for node in every
         if (isinstance(node, ast.Name) and node.id in kinds - {"cache"})
         or (isinstance(node, ast.Attribute) and ast.unparse(node) in {f"functools.{kind}" for kind in kinds})
         or (isinstance(node, ast.Attribute) and node.attr == "popitem")
@@ -361,8 +367,8 @@ def test_init_files_only_hand_names_on():
 def test_library_code_asserts_nothing_and_stubs_nothing():
     found = [
         f"{MODULES[module].relative_to(ROOT)}:{node.lineno}"
-        for module, tree in trees().items()
-        for node in ast.walk(tree)
+        for module, every in nodes().items()
+        for node in every
         if isinstance(node, ast.Assert) or (isinstance(node, ast.Name) and node.id == "NotImplementedError")
     ]
     assert found == []

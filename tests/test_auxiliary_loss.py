@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -102,6 +103,11 @@ def test_without_a_coefficient_there_is_none():
     assert not any("aux" in value.name for op in all_ops(none) for value in op.outputs)
 
 
+@cache
+def trained(name: str, over: int, groups: int) -> Function:
+    return differentiate(model(name, over, groups), Adam())
+
+
 # --- over ranks -------------------------------------------------------------------------------------------
 
 CASES = [
@@ -125,8 +131,7 @@ CASES = [
 
 @pytest.mark.parametrize(("name", "text", "over", "groups"), CASES, ids=str)
 def test_every_rank_computes_the_same_step(name, text, over, groups):
-    joint, plan = differentiate(model(name, over, groups), Adam()), Plan.parse(text)
-    computed_over_ranks(joint, plan)
+    computed_over_ranks(trained(name, over, groups), Plan.parse(text))
 
 
 def added(text: str, over: int = 1, groups: int = 1) -> Counter[tuple[str, str, int]]:

@@ -34,13 +34,17 @@ def decisions(function: Function, tp: int, dp: int, microbatches: int, merged: b
     return batch, decide_tensor(found, options, (tp, dp, microbatches), batch, GPU)
 
 
-def assert_merging_costs_nothing(function: Function, tp: int, dp: int, microbatches: int) -> None:
+def assert_merging_costs_nothing(
+    function: Function, tp: int, dp: int, microbatches: int, proven: bool = False
+) -> None:
+    """Whether each choice is proven to be the cheapest, as it need not be, is asked with ``proven``."""
     pairs = zip(
         decisions(function, tp, dp, microbatches, True),
         decisions(function, tp, dp, microbatches, False),
         strict=True,
     )
     for merged, single in pairs:
+        assert merged.proven or not proven
         if merged.proven:
             assert merged.cost <= single.cost * (1 + 1e-9)
         if merged.proven and single.proven:
@@ -67,8 +71,7 @@ MODELS = {
 @pytest.mark.parametrize("name", MODELS)
 def test_one_choice_for_values_that_are_alike_costs_what_one_choice_each_costs(name, tp, dp, microbatches):
     function, tp = MODELS[name](), 2 if name in ("bert", "forward") else tp
-    assert all(found.proven for found in decisions(function, tp, dp, microbatches, True))
-    assert_merging_costs_nothing(function, tp, dp, microbatches)
+    assert_merging_costs_nothing(function, tp, dp, microbatches, proven=True)
 
 
 KINDS = st.tuples(st.lists(st.booleans(), min_size=1, max_size=3), st.booleans())

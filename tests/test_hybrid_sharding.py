@@ -100,9 +100,14 @@ WITH_EXPERTS = [
 ]
 
 
+@cache
+def with_experts(groups: int):
+    return differentiate(model("mixtral", groups, SKEWED), Adam(), clip=0.05)
+
+
 @pytest.mark.parametrize(("text", "groups", "experts", "rest"), WITH_EXPERTS, ids=str)
 def test_experts_are_divided_over_those_of_a_group_that_have_the_same(text, groups, experts, rest):
-    plan, joint = Plan.parse(text), differentiate(model("mixtral", groups, SKEWED), Adam(), clip=0.05)
+    plan, joint = Plan.parse(text), with_experts(groups)
     program = computed_over_ranks(joint, plan)
     divided = (Role.STATE, Role.PARAMETER) if plan.zero == 3 else (Role.STATE,)
     for given in program.inputs:

@@ -94,12 +94,16 @@ def test_the_best_are_those_of_trying_all(seed):
     assert sum(found.counts.values()) == len(problem.plans)
 
 
-@pytest.mark.parametrize("kernels", ["eager", "fused", "compiled"])
-@pytest.mark.parametrize("remat", ["none", "attention", "full"])
-@pytest.mark.parametrize(
-    "fields", ["dp=2,tp=2", "dp=2,pp=2,microbatches=4", "pp=4,stages=layers,microbatches=8"]
+FIELDS = ("dp=2,tp=2", "dp=2,pp=2,microbatches=4", "pp=4,stages=layers,microbatches=8")
+REMATS = ("none", "attention", "full")
+POLICIES = ("eager", "fused", "compiled")
+
+
+@pytest.mark.parametrize(  # any two of the three are there together
+    ("fields", "remat", "kernels"),
+    [(FIELDS[i], REMATS[j], POLICIES[(i + j) % 3]) for i in range(3) for j in range(3)],
 )
-def test_most_of_what_layers_save_is_known_before_a_plan_is_built(kernels, fields, remat):
+def test_most_of_what_layers_save_is_known_before_a_plan_is_built(fields, remat, kernels):
     step = differentiate(add_loss(load_model(WIDE, 16)), Adam())
     problem = SearchProblem(FixedModel(step), topology_of(4), KERNELS[kernels])
     evaluator, plan = PlanEvaluator(problem), Plan.parse(f"{fields},remat={remat}")

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -54,15 +55,21 @@ def test_gradients_are_clipped_to_their_norm_over_all_parameters():
             np.testing.assert_allclose(old[value.name] - new, wanted, rtol=1e-7, atol=1e-10)
 
 
+@cache
+def clipped_alone(policy: str):
+    """A joint function, inputs, and what one device makes of them."""
+    joint = clipped(0.05, policy)
+    inputs = random_inputs(joint, 1)
+    return joint, inputs, SequentialExecutor().compute(in_float64(joint), inputs)
+
+
 @pytest.mark.parametrize("policy", ["fp32", "mixed", "mixed_fp16"])
 @pytest.mark.parametrize(("plan", "remat", "zero"), [*PLANS, (Plan(1, 1, 4, 1), "none", "zero=0")], ids=str)
 def test_every_plan_clips_alike(policy, plan, remat, zero):
     """Replicated parameters are counted once, divided ones over their ranks, stages one after the other."""
-    joint = clipped(0.05, policy)
+    joint, inputs, expected = clipped_alone(policy)
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
     program = laid_out(joint, mesh_of(plan.dp, plan.tp, plan.pp), order, remat, zero)
-    inputs = random_inputs(joint, 1)
-    expected = SequentialExecutor().compute(in_float64(joint), inputs)
     flat = program.to_function()
     made = assemble(program, SequentialExecutor().compute(in_float64(flat), inputs))
     for placed, array in zip(made, expected, strict=True):

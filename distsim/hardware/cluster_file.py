@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import msgspec
 
+from distsim.cache import cached
 from distsim.errors import TopologyError
 from distsim.hardware.cluster_table import (
     ClusterTable,
@@ -141,7 +142,13 @@ def line_of(text: str, path: str) -> int | None:
     return found
 
 
-def _keys(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
+@cached("lines of clusters' files, by text", 32)
+def _keys(text: str) -> tuple[tuple[int, tuple[str, ...]], ...]:
+    """Return the line of each table and key of a TOML text, with its names; each figure asks for its own."""
+    return tuple(_found_keys(text))
+
+
+def _found_keys(text: str) -> Iterator[tuple[int, tuple[str, ...]]]:
     """Yield the line of each table and key of a TOML text, with its names: by number, and by name."""
     tables: tuple[str, ...] = ("",)
     counts: dict[str, int] = {}
