@@ -17,6 +17,7 @@ from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulation.memory import table_changes
 from distsim.simulation.memory.peak import KINDS, peak_memory
 from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
+from distsim.simulation.memory.rank_calls import Irregular
 from distsim.simulation.memory.row_changes import RankUse
 from distsim.simulation.memory.table_changes import changes_of
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
@@ -309,6 +310,16 @@ def test_ranks_of_models_that_are_divided_otherwise_share_a_sample(m, monkeypatc
     for program in programs[1:]:
         assert_same_memory(program)
     assert first > 0 and len(made) == first
+
+
+def test_ranks_that_no_sample_of_others_speaks_for_have_their_own(monkeypatch):
+    def irregular(use, calls):
+        raise Irregular
+
+    monkeypatch.setattr(RankUse, "resized", irregular)
+    programs = [layers(4, 8, "1f1b", 96, Adam(), tp=tp) for tp in (2, 4)]  # called in the same way
+    for program in programs:
+        assert_same_memory(program)
 
 
 @pytest.mark.parametrize("microbatches", [1, 4])

@@ -252,7 +252,9 @@ def _use_of(calls: RankCalls, sample: Sample) -> RankUse:
     if first is not None:
         with suppress(Irregular):
             return first.resized(calls)
-    return _FIRST.setdefault(key, RankUse(calls, sample))
+    use = RankUse(calls, sample)
+    _FIRST.setdefault(key, use)
+    return use
 
 
 _FIRST: WeakValueDictionary[tuple[object, ...], RankUse] = WeakValueDictionary()
