@@ -7,9 +7,9 @@ import os
 
 import pytest
 
-# Functions and programs are many small objects that live as long as a test: to look for cycles every 700 of
-# them, as is the default, took an eighth of the time; every 20,000, a twelfth.
-gc.set_threshold(200_000, 20, 100)
+# Functions and programs are many small objects that live as long as a test, or a run: to look for cycles among
+# all of them again and again took an eighth of the time. It is done once a file, among what that left.
+gc.set_threshold(1_000_000, 50, 1000)
 
 # Processes that tests start keep the bytecode of what they import: to compile all of it anew takes a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
@@ -21,6 +21,8 @@ def pytest_runtest_teardown(item, nextitem):
         for each in vars(item.module).values():
             if hasattr(each, "cache_clear") and each.__module__ == item.module.__name__:
                 each.cache_clear()
+        gc.collect()
+        gc.freeze()
 
 
 def pytest_sessionfinish():
@@ -36,8 +38,7 @@ def pytest_sessionfinish():
 def collect():
     """gc.collect, which looks at nothing older than the test: at all that others left takes a second."""
     gc.freeze()
-    yield gc.collect
-    gc.unfreeze()
+    return gc.collect
 
 
 @pytest.fixture
