@@ -95,7 +95,8 @@ STACKS = {
         Stack(
             *("megatron", "mixed", "cudnn", "fused", "none", "adamw", 1.0),
             source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients "
-            "in float32, attention of Transformer Engine (cuDNN's on Hopper and later), fusions on, "
+            "in float32, attention of Transformer Engine (cuDNN's on Hopper and later), fusions on, that of "
+            "sums of gradients into products too; "
             "--clip-grad 1.0; no recomputation unless asked; --overlap-grad-reduce, --overlap-param-gather "
             "off: one bucket after backward; --make-vocab-size-divisible-by 128, times the tensor-parallel "
             "ranks; equally many layers a stage (transformer_block.py, get_num_layers_to_build)",

@@ -55,7 +55,8 @@ LOSS_FUSED = {
 """What policies are with the fused cross entropy of Megatron-LM (7b4a6d76 of June 2024)."""
 
 PASSES_TIMED = "2022-08"
-"""Until when the timers of Megatron-LM wait for the device before and after each pass (77efcccb)."""
+"""Until when the timers of Megatron-LM wait for the device before and after each pass (77efcccb). Since the
+month after its products add to sums of gradients in 16 bits too (07916bf2)."""
 
 ADAM_FUSED = "2025-03"
 """Since when torchtitan's AdamW is torch's fused one unless asked (6e498855 of February 2025); foreach before

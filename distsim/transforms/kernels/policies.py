@@ -32,6 +32,10 @@ PRODUCTS = ("apart", "joined", "copied")
 """How the products of one group run (queries, keys and values; a gate and what it gates): a kernel each; as
 one; as one, of which the gradients of the parts are copied side by side first."""
 
+ZEROED = ("no", "wide", "all")
+"""Which sums of gradients begin as zeros: none, whose first gradient is kept, or cast; those in another type
+than gradients are made in; all."""
+
 Joins = Callable[[Op, Op], bool]
 """(op, one that reads its result) -> whether one kernel may run both."""
 
@@ -59,9 +63,9 @@ class Kernels:
     gradient, read nothing that it hides, though they write zeros there: Megatron-LM's
     scaled_upper_triang_masked_softmax.h, whose rows are read up to ``local_seq``, for 2,048 keys in 6985e58
     of 2021 (model/fused_softmax.py), 4,096 in core 0.12 (core/fusions/fused_softmax.py).
-    ``zeroed``: sums of gradients in another type are buffers of zeros, to which the first gradient of a step
-    is added as the others are (nanotron c2528430, optim/gradient_accumulator.py: ``_accumulate_grad``,
-    ``zero_grad``); else the first one is cast.
+    ``zeroed``: which sums of gradients over microbatches are a buffer that begins as zeros, of
+    :data:`ZEROED`, and ``products_add``: to such a buffer products add the gradients that they make
+    (:mod:`distsim.transforms.gradient_sums`).
     ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
     torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
     both ways.
@@ -90,7 +94,8 @@ class Kernels:
     strided_batches: bool = False
     norms_twice: bool = False
     triangles: int = 0
-    zeroed: bool = False
+    zeroed: str = "no"
+    products_add: bool = False
     turns: bool = True
     split: bool = False
     dtensors: bool = False
@@ -271,6 +276,8 @@ _MEGATRON_LM = replace(
     products="joined",
     strided_batches=True,
     triangles=4096,
+    zeroed="all",
+    products_add=True,
 )
 
 _MEGATRON_OF_2021 = replace(
@@ -278,6 +285,8 @@ _MEGATRON_OF_2021 = replace(
     loss="megatron",
     norms_twice=True,
     triangles=2048,
+    zeroed="wide",
+    products_add=False,
     waiting="passes",
     launched_as="fused",
 )
@@ -295,14 +304,27 @@ KERNELS = {
         ),
         replace(_MEGATRON_OF_2021, name="fused_2021", epilogues=False),
         replace(_MEGATRON_OF_2021, name="fused_2021_epilogues"),
-        replace(_MEGATRON_LM, name="fused_2022", loss="megatron", waiting="passes", launched_as="fused"),
-        replace(_MEGATRON_OF_2021, name="fused_deepspeed", waiting="everywhere", checks_gradients=True),
+        replace(
+            _MEGATRON_LM,
+            name="fused_2022",
+            loss="megatron",
+            products_add=False,
+            waiting="passes",
+            launched_as="fused",
+        ),
+        replace(
+            _MEGATRON_OF_2021,
+            name="fused_deepspeed",
+            zeroed="no",
+            waiting="everywhere",
+            checks_gradients=True,
+        ),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
         replace(
             _EAGER,
             name="eager_waiting",
             products="copied",
-            zeroed=True,
+            zeroed="wide",
             waiting="reading",
             launched_as="eager",
         ),
@@ -339,13 +361,15 @@ KERNELS = {
 op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
 reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
-Megatron-LM has by default; ``fused_loss``: with that of the cross entropy too
-(``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these, with a host that waits
-for its device before each microbatch, as until 2023; ``fused_2022``: before each pass and update, whose
-timers did until 77efcccb of August 2022; ``fused_2021``: as that, with layer normalizations that are read
-twice, as until a2fdcdf0 of October 2021, which brought apex's FastLayerNorm, and biases that no fused kernel
-adds added by kernels of their own, as torch 1.8 does (its README names that version; ``at::linear`` of
-operands of three dimensions is ``matmul`` and ``add_`` until torch 1.12); ``fused_2021_epilogues``: the same
+Megatron-LM has by default, products that add to sums of gradients among them; ``fused_loss``: with that of
+the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these,
+with a host that waits for its device before each microbatch, as until 2023; ``fused_2022``: before each pass
+and update, whose timers did until 77efcccb of August 2022, and with kernels of their own that add to sums;
+``fused_2021``: as that, but sums in the type of gradients begin as the first one, as until August 2021, with
+layer normalizations that are read twice, as until a2fdcdf0 of October 2021, which brought apex's
+FastLayerNorm, and biases that no fused kernel adds added by kernels of their own, as torch 1.8 does (its
+README names that version; ``at::linear`` of operands of three dimensions is ``matmul`` and ``add_`` until
+torch 1.12); ``fused_2021_epilogues``: the same
 of a later torch, as Megatron-DeepSpeed until July 2023; ``fused_deepspeed``: as that, with a host that reads
 of each gradient in float16 whether it overflowed, where DeepSpeed's engine runs it; ``eager_loss``: as
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
