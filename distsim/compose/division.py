@@ -116,6 +116,7 @@ class Division(NamedTuple):
         dtensors = plan.sp == "dtensor"
         beside = plan.tp == 1 or not (plan.tp_overlap == "off" or dtensors)
         kernels = replace(kernels, split=plan.tp_overlap == "split", dtensors=dtensors)
+        kernels = kernels.with_chunks(plan.chunks)
         return Division(
             *degrees,
             beside,

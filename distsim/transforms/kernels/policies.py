@@ -22,6 +22,10 @@ WAITING = ("nowhere", "everywhere", "passes", "reading")
 """Where hosts wait for their devices: nowhere; before each forward pass of all stages; before each pass,
 forward or backward, and each update; before each forward pass that reads the batch."""
 
+RECEIVING = ("stream", "device", "single")
+"""What waits for what a stage receives: the stream of its computation; the host, for that and all that its
+device was given; the same where a rank has a single stage, else the stream."""
+
 ROTARY = ("ops", "one", "complex")
 """Which kernels a rotary embedding is: those of its ops; one, as Megatron-LM's fused_rope; three, of which
 the second multiplies complex numbers, between casts to and from float32 (torchtitan, models/llama/model.py,
@@ -73,7 +77,8 @@ class Kernels:
     tensor-parallel ranks (:mod:`distsim.transforms.tensor_parallel.split_products`), as a plan says.
     ``dtensors``: these bring rows together as DTensor does, as a plan says
     (:mod:`distsim.transforms.tensor_parallel.dtensors`).
-    ``waiting``: where the host waits until its device has done all that it was given, of :data:`WAITING`
+    ``waiting``: where the host waits until its device has done all that it was given, of :data:`WAITING`, and
+    ``receiving``: what waits for another stage, of :data:`RECEIVING`
     (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each gradient in
     float16 whether it overflowed (the same).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
@@ -100,8 +105,16 @@ class Kernels:
     split: bool = False
     dtensors: bool = False
     waiting: str = "nowhere"
+    receiving: str = "stream"
     checks_gradients: bool = False
     launched_as: str = ""
+
+    def with_chunks(self, chunks: int) -> Kernels:
+        """Return the policy for ranks of so many stages each: what waits for what these receive."""
+        receiving = self.receiving
+        if receiving == "single":
+            receiving = "device" if chunks == 1 else "stream"
+        return self if receiving == self.receiving else replace(self, receiving=receiving)
 
     @property
     def way(self) -> str:
@@ -269,26 +282,24 @@ _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=Tru
 _EAGER = replace(_TORCH, joins=_alone, norms_twice=True, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
+    name="fused",
     joins=_megatron,
     rotary="one",
     interiors=True,
-    turns=False,
+    loss="megatron",
     products="joined",
     strided_batches=True,
     triangles=4096,
     zeroed="all",
     products_add=True,
-)
-
-_MEGATRON_OF_2021 = replace(
-    _MEGATRON_LM,
-    loss="megatron",
-    norms_twice=True,
-    triangles=2048,
-    zeroed="wide",
-    products_add=False,
-    waiting="passes",
+    turns=False,
+    receiving="single",
     launched_as="fused",
+)
+_MEGATRON_OF_2023 = replace(_MEGATRON_LM, name="fused_waiting", waiting="everywhere", receiving="device")
+_MEGATRON_OF_2022 = replace(_MEGATRON_OF_2023, name="fused_2022", products_add=False, waiting="passes")
+_MEGATRON_OF_2021 = replace(
+    _MEGATRON_OF_2022, name="fused_2021_epilogues", norms_twice=True, triangles=2048, zeroed="wide"
 )
 
 KERNELS = {
@@ -296,27 +307,19 @@ KERNELS = {
     for each in (
         Kernels("ops"),
         replace(_EAGER, name="eager"),
-        replace(_MEGATRON_LM, name="fused", loss="megatron"),
-        replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
-        replace(_MEGATRON_LM, name="fused_loss_waiting", waiting="everywhere", launched_as="fused"),
-        replace(
-            _MEGATRON_LM, name="fused_waiting", loss="megatron", waiting="everywhere", launched_as="fused"
-        ),
+        _MEGATRON_LM,
+        replace(_MEGATRON_LM, name="fused_loss", loss="one"),
+        replace(_MEGATRON_OF_2023, name="fused_loss_waiting", loss="one"),
+        _MEGATRON_OF_2023,
         replace(_MEGATRON_OF_2021, name="fused_2021", epilogues=False),
-        replace(_MEGATRON_OF_2021, name="fused_2021_epilogues"),
-        replace(
-            _MEGATRON_LM,
-            name="fused_2022",
-            loss="megatron",
-            products_add=False,
-            waiting="passes",
-            launched_as="fused",
-        ),
+        _MEGATRON_OF_2021,
+        _MEGATRON_OF_2022,
         replace(
             _MEGATRON_OF_2021,
             name="fused_deepspeed",
             zeroed="no",
             waiting="everywhere",
+            receiving="stream",
             checks_gradients=True,
         ),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
@@ -326,6 +329,7 @@ KERNELS = {
             products="copied",
             zeroed="wide",
             waiting="reading",
+            receiving="device",
             launched_as="eager",
         ),
         replace(

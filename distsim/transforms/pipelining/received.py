@@ -1,10 +1,15 @@
 """What the host waits for before it issues the kernels of a pass: what the stage receives; all of the device.
 
-Frameworks receive a microbatch, and wait for it, before they run the forward or backward pass of it:
-Megatron-LM's ``recv_forward`` and ``recv_backward`` synchronise with the device (``batch_p2p_sync``,
-megatron/core/pipeline_parallel/p2p_communication.py), DeepSpeed's engine runs its instructions one by one. So
-the host issues nothing ahead while it waits, and nothing of a pass, what it computes again included, starts
-before what it reads has come.
+Frameworks receive a microbatch before they run the forward or backward pass of it, so that nothing of the
+pass, what it computes again included, starts before what it reads has come. Where they wait for NCCL's work
+alone, that stops the stream of the computation and no host: torch's schedules (00722e64,
+distributed/pipelining/schedules.py: ``_wait_batch_p2p``) and DeepSpeed's pipeline (38327e07,
+runtime/pipe/p2p.py: ``dist.recv``). Others stop the host as well, until the device has done all that it was
+given before (``Kernels.receiving``): Megatron-LM synchronises with the device after each exchange (7ffea978
+of February 2021, megatron/p2p_communication.py; core 0.12, pipeline_parallel/p2p_communication.py:
+``batch_p2p_sync``), but for interleaved stages, whose exchanges run beside the passes by default since
+4eeff55d of October 2023 (``overlap_p2p_comm``); nanotron reads the sizes of what it receives (2411b022,
+parallel/pipeline_parallel/p2p.py: ``first_metadata.tolist()``).
 
 Some wait besides, before each forward pass, until the device has done all that it was given
 (``Kernels.waiting``). The timers of Megatron-LM did so as they start and stop, around each forward and each
@@ -40,12 +45,13 @@ from distsim.transforms.kernels.fusion import kernel_of
 
 Places = tuple[int, ...]
 Updates = tuple[tuple[int, Block], ...]
-Made = dict[tuple[Function, Places, bool], Function]
-_ALL = Attributes({"all": 1})
+Made = dict[tuple[Function, Places, bool, bool], Function]
+_ALL, _DEVICE, _HOST = Attributes({"all": 1}), Attributes({"device": 1}), Attributes({})
 
 
 def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
-    """Return the blocks of all stages, of which each pass awaits first what other stages make.
+    """Return the blocks of all stages, of which each pass awaits first what other stages make: the host, and
+    all of the device, if ``kernels.receiving`` is ``device``, else the device.
 
     As ``kernels.waiting`` says, each forward pass, or each that reads the batch, or each pass and each
     update, awaits first all that its device was given.
@@ -61,10 +67,12 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
         for key in block.outputs
     }
     made: Made = {}
+    stops = kernels.receiving == "device"
 
     def awaiting(block: Block, stage: int, waiting: bool) -> Block:
         places = tuple([i for i, key in enumerate(block.inputs) if maker.get(key, stage) != stage])
-        return _awaiting(block, places, waiting and bool(block.inputs), made)
+        everything = bool(places and stops) or (waiting and bool(block.inputs))
+        return _awaiting(block, places, everything, stops, made)
 
     def waits(block: Block) -> bool:
         if kernels.waiting == "reading":
@@ -81,7 +89,9 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
     def updating(updates: Updates) -> Updates:
         if not timed:
             return updates
-        return tuple([(number, _awaiting(block, (), bool(block.inputs), made)) for number, block in updates])
+        return tuple(
+            [(number, _awaiting(block, (), bool(block.inputs), stops, made)) for number, block in updates]
+        )
 
     return tuple(
         [
@@ -173,32 +183,36 @@ def _check(parts: Sequence[Value], known: dict[Value, Value]) -> list[Op]:
     return [*runs, *[Op("Await", (part, *totals), (known[part],)) for part in parts]]
 
 
-def _awaiting(block: Block, places: Places, waiting: bool, made: Made) -> Block:
-    """Return a block that awaits inputs, after all of the device if it is ``waiting``."""
+def _awaiting(block: Block, places: Places, waiting: bool, stops: bool, made: Made) -> Block:
+    """Return a block that awaits inputs, after all of the device if it is ``waiting``; its host if it
+    ``stops``, else the device."""
     if not (places or waiting) or not block.function.ops:
         return block
     first = ("",) * (len(places) + waiting)
     return replace(
         block,
-        function=_function(block.function, places, waiting, made),
-        accumulating=block.accumulating and _function(block.accumulating, places, waiting, made),
+        function=_function(block.function, places, waiting, stops, made),
+        accumulating=block.accumulating and _function(block.accumulating, places, waiting, stops, made),
         names=(*first, *block.names) if block.names else (),
         accumulating_names=(*first, *block.accumulating_names) if block.accumulating_names else (),
     )
 
 
-def _function(function: Function, places: Places, waiting: bool, made: Made) -> Function:
-    found = made.get((function, places, waiting))
+def _function(function: Function, places: Places, waiting: bool, stops: bool, made: Made) -> Function:
+    found = made.get((function, places, waiting, stops))
     if found is None:
         given = [function.inputs[place] for place in places]
         there = {value: Value(value.name, value.type) for value in given}
-        waits = [Op("Await", (value,), (late,)) for value, late in there.items()]
+        kind = _HOST if stops else _DEVICE
+        waits = [Op("Await", (value,), (late,), kind) for value, late in there.items()]
         if waiting:
             value = function.inputs[0]
             waits.insert(0, Op("Await", (value,), (Value(f"{value.name}.device", value.type),), _ALL))
         ops = [_reading(op, there) for op in function.ops]
         outputs = tuple([there.get(value, value) for value in function.outputs])
-        found = made[function, places, waiting] = replace(function, ops=(*waits, *ops), outputs=outputs)
+        found = made[function, places, waiting, stops] = replace(
+            function, ops=(*waits, *ops), outputs=outputs
+        )
     return found
 
 
