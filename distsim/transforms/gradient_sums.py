@@ -6,7 +6,9 @@ with zeros once a step, and the first gradient is added to it as the others are:
 (megatron/model/distributed.py: ``zero_grad_buffer``, ``param.main_grad.add_(param.grad.data)``) where sums
 have another type (b4bc51b1 of March 2021), and by default whatever their type since e8fb052f of August 2021,
 core 0.12 too (core/distributed/param_and_grad_buffer.py: ``reset``); nanotron's sums in float32 (c2528430,
-optim/gradient_accumulator.py: ``_accumulate_grad``, ``_contiguous_fp32_grad_buffer.zero_()``).
+optim/gradient_accumulator.py: ``_accumulate_grad``, ``_contiguous_fp32_grad_buffer.zero_()``); DeepSpeed's in
+float32 (b005db86, runtime/bf16_optimizer.py: ``flat_gradients.zero_()``, ``hp_grad.data.add_``), whose casts
+before that are not counted.
 
 With ``--gradient-accumulation-fusion``, Megatron-LM's default, the product that makes the gradient of a
 weight adds it to its sum (``Kernels.products_add``; core/tensor_parallel/layers.py:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distsim.ir import BFloat16, Float8E4M3FN, Float16
 from distsim.plan.stacks import STACKS, Stack
 from distsim.transforms.autodiff.precision import POLICIES, Precision
-from distsim.truth.row import MissingFeatureError, Row, cell, plain
+from distsim.truth.row import MissingFeatureError, Row, cell, number, plain
 
 FRAMEWORKS = (
     ("torchtitan", "torchtitan", None),
@@ -162,9 +162,11 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
             old = (
                 (name == "megatron" or (name == "deepspeed" and zero == 3))
                 and _kind(row) != "flash"
-                and not re.search(_BRAIN, plain(row, "precision"))
+                and not _is_brain(row)
                 and not eight_bits(row)
             )
+            if name == "deepspeed" and zero < 2 and number(row, "pp", 1) > 1 and _is_brain(row):
+                name = "deepspeed_pipeline"
             stack = STACKS[f"{name}_2021" if old else name]
             if name in framework and name == "torchtitan" and "" < _month(row) < KEYS_GROUPED:
                 stack = STACKS["torchtitan_2025"]
@@ -172,6 +174,11 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
                     stack = replace(stack, optimizer="adamw:kernel=foreach")
             return stack, kernels or stack.kernels
     raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
+
+
+def _is_brain(row: Row) -> bool:
+    """Whether the column of precision names bfloat16."""
+    return bool(re.search(_BRAIN, plain(row, "precision")))
 
 
 def _kind(row: Row) -> str:

@@ -317,7 +317,6 @@ KERNELS = {
         replace(
             _MEGATRON_OF_2021,
             name="fused_deepspeed",
-            zeroed="no",
             waiting="everywhere",
             receiving="stream",
             checks_gradients=True,
