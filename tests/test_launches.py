@@ -222,6 +222,27 @@ def test_hosts_of_stages_that_read_the_batch_alone_wait_for_their_device():
 
 
 @pytest.mark.parametrize("text", ["dp=1", "dp=2,pp=2,microbatches=4"])
+def test_hosts_of_megatron_read_the_norm_before_they_launch_what_scales_gradients(text):
+    """No kernel behind the norm is issued before it is there, on any stage; other hosts issue them ahead."""
+    plan = Plan.parse(text)
+    topology = cluster(plan.devices)
+    costs = CostModel(topology, kernels="fused")
+    joint = differentiate(small_gpt(batch=8), Adam(), clip=1.0)
+    ahead = replace(KERNELS["fused"], name="ahead", reads_norm=False)
+    for kernels, reads in ((KERNELS["fused"], True), (ahead, False)):
+        program = parallelize(joint, plan, topology, costs, kernels=kernels)
+        assert_all_readers_agree(program, costs)
+        spans = [span for span in Simulator(costs).simulate(program).spans() if span.end > span.start]
+        factor = min(span.end for span in spans if span.op.op_type == "GradientFactor")
+        scales = [span for span in spans if op_label(span.op) in ("ScaleGradient", "AdamOptimizer")]
+        for stream in {span.stream.rank_class for span in scales}:
+            own = [span for span in spans if span.stream.rank_class == stream]
+            count = sum(span.stream.rank_class == stream for span in scales)
+            last = sorted(span.start for span in own if span.stream.name == "host")[-count]
+            assert (last >= factor) == reads
+
+
+@pytest.mark.parametrize("text", ["dp=1", "dp=2,pp=2,microbatches=4"])
 def test_deepspeed_reads_of_each_gradient_in_float16_whether_it_overflowed(text):
     """Two launches a parameter, and the host waits for both; nothing of that where gradients are wide."""
     plan = Plan.parse(text)

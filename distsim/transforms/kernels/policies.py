@@ -80,7 +80,7 @@ class Kernels:
     ``waiting``: where the host waits until its device has done all that it was given, of :data:`WAITING`, and
     ``receiving``: what waits for another stage, of :data:`RECEIVING`
     (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each gradient in
-    float16 whether it overflowed (the same).
+    float16 whether it overflowed, and ``reads_norm``: by what all gradients are multiplied (the same).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -107,6 +107,7 @@ class Kernels:
     waiting: str = "nowhere"
     receiving: str = "stream"
     checks_gradients: bool = False
+    reads_norm: bool = False
     launched_as: str = ""
 
     def with_chunks(self, chunks: int) -> Kernels:
@@ -294,6 +295,7 @@ _MEGATRON_LM = replace(
     products_add=True,
     turns=False,
     receiving="single",
+    reads_norm=True,
     launched_as="fused",
 )
 _MEGATRON_OF_2023 = replace(_MEGATRON_LM, name="fused_waiting", waiting="everywhere", receiving="device")

@@ -27,12 +27,15 @@ the stream of a copy that it is not told not to wait for (aten/src/ATen/native/c
 DeepSpeed asks of each gradient in float16 whether it overflowed (``Kernels.checks_gradients``): its host has
 it cast to float32 and summed, and reads the sum, one gradient after the other, before it goes on to copy and
 scale them (v0.9.2, runtime/utils.py: ``CheckOverflow._has_inf_or_nan``, ``float(x.float().sum())``, called by
-runtime/fp16/fused_optimizer.py, ``step``). Megatron-LM and apex ask once, of all.
+runtime/fp16/fused_optimizer.py, ``step``). Megatron-LM and apex ask once, of all, and read the norm of all
+gradients before they launch what multiplies these by a factor (``Kernels.reads_norm``; 6985e58,
+optimizer/clip_grads.py: ``total_norm.item()``, optimizer.py: ``found_inf.item()``, both in core 0.12 too), as
+DeepSpeed does (b005db86, runtime/utils.py). torch's ``clip_grad_norm_`` and nanotron's read neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from onnx import TensorProto
@@ -46,6 +49,7 @@ from distsim.transforms.kernels.fusion import kernel_of
 Places = tuple[int, ...]
 Updates = tuple[tuple[int, Block], ...]
 Made = dict[tuple[Function, Places, bool, bool], Function]
+_FACTOR = "GradientFactor"
 _ALL, _DEVICE, _HOST = Attributes({"all": 1}), Attributes({"device": 1}), Attributes({})
 
 
@@ -85,6 +89,8 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
             (f, b, tuple([(number, _checking(own, wholes)) for number, own in more])) for f, b, more in stages
         ]
     timed = kernels.waiting == "passes"
+    if kernels.reads_norm:
+        stages = _reading_norms(stages)
 
     def updating(updates: Updates) -> Updates:
         if not timed:
@@ -99,6 +105,50 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
             for stage, (forward, backward, updates) in enumerate(stages)
         ]
     )
+
+
+# --- the factor of all gradients --------------------------------------------------------------------------
+
+
+def _reading_norms(stages: Sequence[StageBlocks]) -> list[StageBlocks]:
+    """Return the blocks of all stages, whose updates await on the host what multiplies all gradients."""
+    factors = {
+        key
+        for _, _, updates in stages
+        for _, block in updates
+        for key, value in zip(block.outputs, block.function.outputs, strict=True)
+        if any(op.op_type == _FACTOR and value in op.outputs for op in block.function.ops)
+    }
+    made: dict[tuple[Function, Places], Function] = {}
+    return [
+        (forward, backward, tuple([(number, _reading_norm(own, factors, made)) for number, own in updates]))
+        for forward, backward, updates in stages
+    ]
+
+
+def _reading_norm(
+    block: Block, factors: Collection[Value], made: dict[tuple[Function, Places], Function]
+) -> Block:
+    function = block.function
+    places = tuple([place for place, key in enumerate(block.inputs) if key in factors])
+    given = [function.inputs[place] for place in places]
+    makers = [place for place, op in enumerate(function.ops) if op.op_type == _FACTOR]
+    if not (given or makers):
+        return block
+    if (function, places) not in made:
+        there = {value: Value(value.name, value.type) for value in given}
+        ops = [Op("Await", (value,), (late,)) for value, late in there.items()]
+        for op in function.ops:
+            ops.append(_reading(op, there))
+            if op.op_type == _FACTOR:
+                (value,) = op.outputs
+                there[value] = Value(value.name, value.type)
+                ops.append(Op("Await", (value,), (there[value],)))
+        made[function, places] = replace(function, ops=tuple(ops))
+    names = [""] * len(given)
+    for place, name in enumerate(block.names):
+        names += [name, *[""] * (place in makers)]
+    return replace(block, function=made[function, places], names=tuple(names) if block.names else ())
 
 
 # --- gradients that are read one by one -------------------------------------------------------------------
