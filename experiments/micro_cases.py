@@ -5,8 +5,9 @@
 many ranks) the rows with an even place fit one share of the peak, or a bandwidth and a latency, over groups
 of several sizes in one node also a start; the others are predicted. It prints mean and worst errors by group,
 collectives from 1 MiB and below apart, and writes ``results/micro_cases.csv``. Products are those of at least
-8.6e9 multiplications without accumulation; the exponents of the rules (:mod:`distsim.cost.efficiency`) were
-fitted to all products of A100.
+8.6e9 multiplications; the exponents of the rules (:mod:`distsim.cost.efficiency`) were fitted to all of A100.
+Those that add to sums in float32 are a group of their own, predicted by the share that those which do not add
+have on the same machine, and what adding takes.
 """
 
 from __future__ import annotations
@@ -23,8 +24,9 @@ from common import RESULTS, write_csv
 from scipy.optimize import least_squares
 
 from distsim.cost import CostModel
-from distsim.hardware import collective_time
-from distsim.ir import Attributes, BFloat16, Device, Link, Tensor, Topology
+from distsim.cost.efficiency import exposed_addition
+from distsim.hardware import collective_time, load_cluster
+from distsim.ir import Attributes, BFloat16, Device, Float32, Link, Tensor, Topology
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.topology import Level
 from distsim.ops import Signature, types, work
@@ -33,6 +35,7 @@ FEWEST_MULTIPLICATIONS = 8.6e9
 FEWEST_ROWS = 8
 MIB = 2**20
 PEAK = 1e15
+CLUSTERS = {"A100-PCIe": "a100-pcie", "B200": "dgx-b200"}
 PROCESSORS = {"A100": 108, "B200": 148, "H100": 132}
 Row = dict[str, str]
 Halves = dict[str, tuple[list[float], list[float]]]
@@ -122,7 +125,22 @@ def products(rows: Sequence[Row]) -> Halves:
         and row["accumulate"] == "False"
         and math.prod(sizes(row)) >= FEWEST_MULTIPLICATIONS
     ]
-    return {group: shared(own, rule) for group, own in grouped(chosen, lambda row: row["hw"]).items()}
+    adding = [row for row in rows if row["op"] == "matmul" and row["out_dtype"] == "fp32"]
+    found = {group: shared(own, rule) for group, own in grouped(chosen, lambda row: row["hw"]).items()}
+    for group, own in grouped(adding, lambda row: row["hw"]).items():
+        ratios = [float(row["tflops"]) / rule(row) for row in chosen if row["hw"] == group]
+        share = math.exp(statistics.median(map(math.log, ratios)))
+        large = [row for row in own if math.prod(sizes(row)) >= FEWEST_MULTIPLICATIONS]
+        cluster_name = next(name for key, name in CLUSTERS.items() if key in group)
+        device = load_cluster(cluster_name).devices[0]
+        predicted: list[float] = []
+        for row in large:
+            m, n, k = sizes(row)
+            flops, total = 2.0 * m * n * k / 1e12, Tensor(Float32(), (m, n))
+            adds = Signature("Kernel", Attributes({"added": 2.0 * total.nbytes}), (total,), (total,))
+            predicted.append(flops / (flops / (share * rule(row)) + exposed_addition(adds, device)))
+        found[f"{group}, added to sums"] = predicted, [float(row["tflops"]) for row in large]
+    return found
 
 
 def attention(rows: Sequence[Row]) -> Halves:

@@ -141,7 +141,7 @@ def test_idle_devices_are_counted_with_cp(capsys):
 
 
 def test_without_overlap_a_step_takes_longer(capsys):
-    command = [GPT, "--batch", 16, "--plan", "dp=4,pp=2,microbatches=4"]
+    command = ["mlp:layers=4,width=2048", "--batch", 4096, "--plan", "dp=4,pp=2,microbatches=4"]
     together, one_by_one = simulate(capsys, *command), simulate(capsys, *command, "--no-overlap")
     assert step_time(one_by_one) > step_time(together)
 

@@ -206,11 +206,11 @@ def test_an_explanation_is_drawn(tmp_path):
 
 def test_the_command_line_explains(capsys):
     arguments = (
-        "mlp:layers=4,width=64",
+        "mlp:layers=4,width=2048",
         "--cluster",
         "dgx-a100",
         "--batch",
-        16,
+        4096,
         "--plan",
         "pp=2,microbatches=4",
     )

@@ -17,11 +17,9 @@ from training_models import (
 from distsim.compose import parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.ir import Function, FunctionMaker, Role, Tensor, all_ops, callees
-from distsim.ops import signature_of, work
 from distsim.plan import Plan
 from distsim.schedule import SCHEDULES
 from distsim.transforms import SGD, Adam, differentiate
-from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels.policies import KERNELS
 
 PLAIN = replace(KERNELS["ops"], name="apart", gradients_apart=True)
@@ -131,33 +129,3 @@ def test_every_product_of_one_collective_is_ahead_of_the_weights():
         kinds = [op.op_type for op in body.ops]
         last = max(place for place, kind in enumerate(kinds) if kind == "MPIAllreduce")
         assert kinds[last + 1 : last + 4] == ["MatMulGradB"] * 3
-
-
-def test_sums_that_begin_as_zeros_are_read_and_written_twice_for_the_first_gradient():
-    """nanotron: 2 bytes of a gradient, 4 of the zeros, which were written, and 4 of the sum; a later gradient
-    is added as it is elsewhere."""
-    joint = differentiate(small_gpt(batch=8), Adam(), precision=precision_named("mixed"))
-    sums, moved = ("GradientCast", "AccumulateInto"), {}
-    for name in ("eager", "eager_waiting"):
-        program = parallelize(joint, Plan(microbatches=2), topology_of(1), kernels=KERNELS[name])
-        moved[name] = {}
-        for op in all_ops(program.to_function()):
-            if op.op_type in sums:
-                demand = work(signature_of(op))
-                key = op.op_type, op.outputs[0].type.size
-                moved[name][key] = demand.bytes_read, demand.bytes_written
-    assert moved["eager"].keys() == moved["eager_waiting"].keys()
-    assert {op_type for op_type, _ in moved["eager"]} == {*sums}
-    for (op_type, size), (read, written) in moved["eager"].items():
-        more = 4 * size if op_type == "GradientCast" else 0
-        assert moved["eager_waiting"][op_type, size] == (read + more, written + more)
-
-
-@pytest.mark.parametrize(("zero", "any_zeros"), [(1, True), (2, False)])
-def test_parts_of_gradients_that_are_divided_at_once_begin_with_no_zeros(zero, any_zeros):
-    """Each microbatch has a cast of its own there, which a reduction reads: it adds to nothing."""
-    joint = differentiate(small_gpt(batch=8), Adam(), precision=precision_named("mixed"))
-    plan = Plan(dp=2, microbatches=4, zero=zero)
-    program = parallelize(joint, plan, topology_of(2), kernels=KERNELS["eager_waiting"])
-    casts = [op for op in all_ops(program.to_function()) if op.op_type == "GradientCast"]
-    assert casts and {bool(op.attributes.get("zeroed", 0)) for op in casts} == {any_zeros}

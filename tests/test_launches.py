@@ -145,13 +145,15 @@ def test_all_readers_agree_on_steps_with_launches(text):
     assert Simulator(costs).simulate(program).step_time > plain
 
 
-def test_a_pass_starts_when_its_host_has_what_it_receives():
-    """What is computed again waits as well: it is issued after the gradient that the pass receives."""
+@pytest.mark.parametrize("name", ["eager", "fused_2022", "fused"])
+def test_a_pass_starts_when_it_has_what_it_receives(name):
+    """What is computed again waits as well; a host that waits issues nothing before either, torch's all."""
     joint = differentiate(small_gpt(layers=2, batch=4), SGD(lr=0.1))
     topology = cluster(2)
-    costs = CostModel(topology, kernels="eager")
+    costs = CostModel(topology, kernels=KERNELS[name].way)
     plan = Plan.parse("pp=2,microbatches=1,remat=full")
-    program = parallelize(joint, plan, topology, costs, kernels=KERNELS["eager"])
+    program = parallelize(joint, plan, topology, costs, kernels=KERNELS[name])
+    assert_all_readers_agree(program, costs)
     simulation = Simulator(costs).simulate(program)
     spans = list(simulation.spans())
     arrives = {
@@ -159,8 +161,11 @@ def test_a_pass_starts_when_its_host_has_what_it_receives():
         for span in spans
         if span.op.op_type == "Send" and span.stream.name.startswith("receive")
     }
-    backward = [s for s in spans if s.path.startswith("B0@0") and s.stream.name in ("host", "compute")]
-    assert min(s.start for s in backward if s.end > s.start) >= arrives[backward[0].stream.rank_class]
+    backward = [s for s in spans if s.path.startswith("B0@0") and s.end > s.start]
+    first = {s.stream.name: s for s in reversed(backward)}
+    arrived = arrives[backward[0].stream.rank_class]
+    assert first["compute"].start >= arrived
+    assert (first["host"].start >= arrived) == (name != "eager")
 
 
 @pytest.mark.parametrize("name", ["fused_waiting", "fused_2022"])
@@ -180,7 +185,8 @@ def test_hosts_that_wait_for_their_device_before_each_microbatch(text, name):
     costs = CostModel(topology, kernels="fused")
     topology = costs.topology
     joint = differentiate(small_gpt(layers=4, batch=16), Adam())
-    made = [parallelize(joint, plan, topology, costs, kernels=KERNELS[k]) for k in ("fused", name)]
+    free = replace(KERNELS[name], name="free", waiting="nowhere", receiving="stream")
+    made = [parallelize(joint, plan, topology, costs, kernels=kernels) for kernels in (free, KERNELS[name])]
     assert_all_readers_agree(made[1], costs)
     free, waits = (Simulator(costs).simulate(program) for program in made)
     assert waits.step_time > free.step_time
@@ -202,7 +208,7 @@ def test_hosts_of_stages_that_read_the_batch_alone_wait_for_their_device():
     topology = cluster(plan.devices)
     joint = differentiate(small_gpt(layers=8, batch=16), Adam())
     waiting = {}
-    for name in ("eager", "eager_waiting", "fused_waiting"):
+    for name in ("eager", "eager_waiting", "fused_waiting", "fused"):
         program = parallelize(joint, plan, topology, kernels=KERNELS[name])
         blocks = [block for block in program.table().blocks if block.kind == "F"]
         waiting[name] = {
@@ -210,7 +216,30 @@ def test_hosts_of_stages_that_read_the_batch_alone_wait_for_their_device():
             for block in blocks
             if any(op.op_type == "Await" and op.attributes.get("all") for op in block.callee.ops)
         }
-    assert waiting == {"eager": set(), "eager_waiting": {0, 3}, "fused_waiting": {0, 1, 2, 3}}
+    # Those that receive wait besides, where a host does.
+    every = {0, 1, 2, 3}
+    assert waiting == {"eager": set(), "eager_waiting": every, "fused_waiting": every, "fused": {1, 2, 3}}
+
+
+@pytest.mark.parametrize("text", ["dp=1", "dp=2,pp=2,microbatches=4"])
+def test_hosts_of_megatron_read_the_norm_before_they_launch_what_scales_gradients(text):
+    """No kernel behind the norm is issued before it is there, on any stage; other hosts issue them ahead."""
+    plan = Plan.parse(text)
+    topology = cluster(plan.devices)
+    costs = CostModel(topology, kernels="fused")
+    joint = differentiate(small_gpt(batch=8), Adam(), clip=1.0)
+    ahead = replace(KERNELS["fused"], name="ahead", reads_norm=False)
+    for kernels, reads in ((KERNELS["fused"], True), (ahead, False)):
+        program = parallelize(joint, plan, topology, costs, kernels=kernels)
+        assert_all_readers_agree(program, costs)
+        spans = [span for span in Simulator(costs).simulate(program).spans() if span.end > span.start]
+        factor = min(span.end for span in spans if span.op.op_type == "GradientFactor")
+        scales = [span for span in spans if op_label(span.op) in ("ScaleGradient", "AdamOptimizer")]
+        for stream in {span.stream.rank_class for span in scales}:
+            own = [span for span in spans if span.stream.rank_class == stream]
+            count = sum(span.stream.rank_class == stream for span in scales)
+            last = sorted(span.start for span in own if span.stream.name == "host")[-count]
+            assert (last >= factor) == reads
 
 
 @pytest.mark.parametrize("text", ["dp=1", "dp=2,pp=2,microbatches=4"])

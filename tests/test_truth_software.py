@@ -3,6 +3,7 @@
 import pytest
 from truth_rows import GPT, LLAMA
 
+from distsim.ir import Float32
 from distsim.transforms.kernels import KERNELS
 from distsim.truth import case_of
 from distsim.truth.software import LOSS_FUSED
@@ -54,6 +55,26 @@ def test_deepspeed_runs_a_step_of_megatron_where_zero_is_named(zero, stack, kern
     case = case_of(GPT | {"framework": "Megatron-DeepSpeed", "zero": zero, **pipeline})
     assert (case.stack.name, case.kernels) == (stack, kernels)
     assert any("own loop" in each for each in case.assumed) == (not zero)
+
+
+@pytest.mark.parametrize(
+    ("zero", "pp", "precision", "pipeline"),
+    [
+        *[(zero, "2", "bf16", True) for zero in ("0", "1")],
+        *[("1", "1", "bf16", False), ("1", "2", "fp16", False), ("2", "2", "bf16", False)],
+    ],
+)
+def test_deepspeeds_pipelines_in_bfloat16_sum_gradients_in_float32_and_divide_state(
+    zero, pp, precision, pipeline
+):
+    """BF16_Optimizer is of stage 1, whatever is named; its buffers are summed whole, at the end."""
+    row = GPT | {"framework": "Megatron-DeepSpeed 2022-07", "zero": zero, "precision": precision}
+    row |= {"pp": pp, "dp": "8", "tp": "1", "n_gpus": str(8 * int(pp))}
+    case = case_of(row)
+    assert (case.stack.name == "deepspeed_pipeline") == pipeline
+    assert (case.precision.gradient_sum == Float32()) == pipeline
+    if pipeline:
+        assert (case.plan.zero, case.plan.bucket, case.plan.overlap_grads) == (1, "nanotron", "off")
 
 
 @pytest.mark.parametrize(

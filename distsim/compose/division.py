@@ -116,6 +116,7 @@ class Division(NamedTuple):
         dtensors = plan.sp == "dtensor"
         beside = plan.tp == 1 or not (plan.tp_overlap == "off" or dtensors)
         kernels = replace(kernels, split=plan.tp_overlap == "split", dtensors=dtensors)
+        kernels = kernels.with_chunks(plan.chunks)
         return Division(
             *degrees,
             beside,
@@ -179,10 +180,10 @@ class _KeptCuts:
         kind, ulysses = parse_cp_kind(key.cp_kind)
         mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
+        apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels, key.tp_overlap)
         # Parts of gradients that are divided are summed as they are: no buffer of zeros has all of them.
-        summed = replace(key.kernels, zeroed=key.kernels.zeroed and key.zero < 2)
-        apart = gradients_apart(losses_apart(local.function, key.kernels), summed, key.tp_overlap)
-        local = replace(local, function=apart, kernels=key.kernels, buckets=key.buckets)
+        kernels = key.kernels if key.zero < 2 else replace(key.kernels, zeroed="no", products_add=False)
+        local = replace(local, function=apart, kernels=kernels, buckets=key.buckets)
         return local if plain else _rematerialized(local, key, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:

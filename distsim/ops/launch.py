@@ -5,7 +5,8 @@ the kernel that waits for it. ``Slowdown`` is none either: what computation lose
 beside it, on the stream ``compute`` where the collective is issued; where computation waits for the
 collective anyway, it is lost in that. ``Await`` hands its first operand on; the host issues what follows in
 its function only when all of them are there; with ``all=1`` when the device has done all computation that it
-was given before.
+was given before. With ``device=1`` the device computes nothing of what follows before they are there, and no
+host waits.
 """
 
 from __future__ import annotations

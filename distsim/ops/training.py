@@ -10,7 +10,7 @@ loss) it is the attribute ``dy``: no kernel scales it, no stage of a pipeline wa
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import numpy as np
 import onnx.helper
 
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor, from_numpy
+from distsim.ir.type import Tensor, dtype_named, from_numpy
 from distsim.ir.value import Attributes, Value
 from distsim.ops.operator import (
     Array,
@@ -27,6 +27,7 @@ from distsim.ops.operator import (
     Signature,
     Work,
     arity,
+    bytes_of,
     common_device,
     memory_bound,
     register,
@@ -134,7 +135,6 @@ register(
 
 # GradientCast(gradient; to): the gradient of a parameter in the type in which it is summed. Wherever the sum
 # is taken, over microbatches or over ranks, it is taken of this: what is cast is handed on as it was made.
-# ``zeroed``: it is added to a sum of zeros, which is read, and was written once a step.
 # GradientCopy(sum; to): that sum as the optimizer reads it. The sum stays, as Megatron-LM's buffer of
 # gradients does when its optimizer takes float32 copies (dist_optimizer.md: 20 bytes a parameter in fp16).
 
@@ -149,19 +149,12 @@ def _gradient_cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[
     return [arrays[0].astype(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]), copy=False)]
 
 
-def _gradient_cast_work(signature: Signature) -> Work:
-    if "zeroed" not in signature.attributes:
-        return move_work(signature)
-    (grad,), (total,) = signature.inputs, signature.outputs
-    return Work(float(total.size), grad.nbytes + total.nbytes, 2.0 * total.nbytes)
-
-
 register(
     Operator(
         "GradientCast",
         types=_gradient_cast_types,
         compute=_gradient_cast,
-        work=_gradient_cast_work,
+        work=move_work,
         sharding=lambda s: same_shape_rule(s, ((0,),)),
         pinned=True,
     )
@@ -197,6 +190,27 @@ register(
         work=lambda s: memory_bound(s, 1.0),
         sharding=lambda s: same_shape_rule(s, ((0, 1),)),
         in_place={0: 0},
+    )
+)
+
+
+# ZeroSums(; shapes, dtypes) -> sums: a buffer of zeros, filled by one kernel, of which each sum is a part.
+
+ZERO_SUMS = "ZeroSums"
+
+
+def _zero_sums(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    kinds: Iterable[tuple[tuple[int, ...], str]] = zip(
+        attributes["shapes"], attributes["dtypes"], strict=True
+    )
+    return [np.zeros(tuple(shape), dtype_named(name).np) for shape, name in kinds]
+
+
+register(
+    Operator(
+        ZERO_SUMS,
+        compute=_zero_sums,
+        work=lambda s: Work(0.0, 0.0, float(bytes_of(s.outputs))),
     )
 )
 

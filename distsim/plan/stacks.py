@@ -49,7 +49,9 @@ class Stack:
     vocabulary_multiple: int = 0
     repeated_keys: bool = False
     contexts: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
-    plan: Mapping[int, Mapping[str, str]] = field(default_factory=dict[int, Mapping[str, str]], hash=False)
+    plan: Mapping[int, Mapping[str, str | int]] = field(
+        default_factory=dict[int, Mapping[str, str | int]], hash=False
+    )
 
     @property
     def family(self) -> str:
@@ -60,7 +62,7 @@ class Stack:
         """
         return self.name.partition("_")[0]
 
-    def spread_fields(self, zero: int) -> dict[str, str]:
+    def spread_fields(self, zero: int) -> dict[str, str | int]:
         """Return fields of a plan that has several ranks of the data, and this stage of ZeRO."""
         return dict(self.plan.get(zero, {}))
 
@@ -95,7 +97,8 @@ STACKS = {
         Stack(
             *("megatron", "mixed", "cudnn", "fused", "none", "adamw", 1.0),
             source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients "
-            "in float32, attention of Transformer Engine (cuDNN's on Hopper and later), fusions on, "
+            "in float32, attention of Transformer Engine (cuDNN's on Hopper and later), fusions on, that of "
+            "sums of gradients into products too; "
             "--clip-grad 1.0; no recomputation unless asked; --overlap-grad-reduce, --overlap-param-gather "
             "off: one bucket after backward; --make-vocab-size-divisible-by 128, times the tensor-parallel "
             "ranks; equally many layers a stage (transformer_block.py, get_num_layers_to_build)",
@@ -139,6 +142,23 @@ STACKS = {
             "training, gradient_clipping 0; attention and checkpointing are the model's; "
             "runtime/zero/config.py: reduce_bucket_size 5e8, overlap_comm with stage 3 only",
             plan={zero: {"bucket": "deepspeed", "overlap_grads": "off"} for zero in (0, 1, 2)},
+        ),
+        Stack(
+            *("deepspeed_pipeline", "mixed", "flash2", "fused_deepspeed", "none", "adamw", None),
+            source="DeepSpeed's engine for pipelines in bfloat16, as BLOOM ran it under Megatron-DeepSpeed "
+            "(b005db86 of July 2022): runtime/bf16_optimizer.py adds each microbatch's gradients to float32 "
+            "buffers (update_hp_grads), divides the optimizer's state over data-parallel ranks, whatever "
+            "stage of ZeRO is named, and gathers parameters into lists of slices; runtime/pipe/engine.py "
+            "sums the buffers over these ranks, whole, after the last microbatch (_exec_reduce_grads), and "
+            "refuses further stages; equally many layers a stage (the model's partition_method); the model's "
+            "kernels are Megatron-LM's of 2021, as are its vocabularies",
+            stages="layers",
+            vocabulary_multiple=128,
+            tp_overlap="off",
+            plan={
+                0: {"zero": 1, "bucket": "nanotron", "overlap_grads": "off"},
+                1: {"bucket": "nanotron", "overlap_grads": "off"},
+            },
         ),
         Stack(
             *("deepspeed_2021", "mixed_fp16", "math", "eager", "none", "adamw", None),

@@ -112,9 +112,8 @@ class PlanEvaluator:
         """Return what the bounds of a plan depend on."""
         found = self._keys.get(plan)
         if found is None:
-            interiors = bool(self.problem.kernels.interiors)
             levels = self._levels_written(plan)
-            found = self._keys[plan] = PlanKeys.of(plan, self.batch(plan), levels, interiors)
+            found = self._keys[plan] = PlanKeys.of(plan, self.batch(plan), levels, self.problem.kernels)
         return found
 
     def _levels_written(self, plan: Plan) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distsim.ir import BFloat16, Float8E4M3FN, Float16
 from distsim.plan.stacks import STACKS, Stack
 from distsim.transforms.autodiff.precision import POLICIES, Precision
-from distsim.truth.row import MissingFeatureError, Row, cell, plain
+from distsim.truth.row import MissingFeatureError, Row, cell, number, plain
 
 FRAMEWORKS = (
     ("torchtitan", "torchtitan", None),
@@ -55,7 +55,8 @@ LOSS_FUSED = {
 """What policies are with the fused cross entropy of Megatron-LM (7b4a6d76 of June 2024)."""
 
 PASSES_TIMED = "2022-08"
-"""Until when the timers of Megatron-LM wait for the device before and after each pass (77efcccb)."""
+"""Until when the timers of Megatron-LM wait for the device before and after each pass (77efcccb). Since the
+month after its products add to sums of gradients in 16 bits too (07916bf2)."""
 
 ADAM_FUSED = "2025-03"
 """Since when torchtitan's AdamW is torch's fused one unless asked (6e498855 of February 2025); foreach before
@@ -161,9 +162,11 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
             old = (
                 (name == "megatron" or (name == "deepspeed" and zero == 3))
                 and _kind(row) != "flash"
-                and not re.search(_BRAIN, plain(row, "precision"))
+                and not _is_brain(row)
                 and not eight_bits(row)
             )
+            if name == "deepspeed" and zero < 2 and number(row, "pp", 1) > 1 and _is_brain(row):
+                name = "deepspeed_pipeline"
             stack = STACKS[f"{name}_2021" if old else name]
             if name in framework and name == "torchtitan" and "" < _month(row) < KEYS_GROUPED:
                 stack = STACKS["torchtitan_2025"]
@@ -171,6 +174,11 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
                     stack = replace(stack, optimizer="adamw:kernel=foreach")
             return stack, kernels or stack.kernels
     raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
+
+
+def _is_brain(row: Row) -> bool:
+    """Whether the column of precision names bfloat16."""
+    return bool(re.search(_BRAIN, plain(row, "precision")))
 
 
 def _kind(row: Row) -> str:

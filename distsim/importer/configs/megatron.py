@@ -80,7 +80,7 @@ NOT_MODELLED = {
     "--moe-shared-expert-overlap": "shared experts run on the stream of the others",
     "--distribute-saved-activations": "each rank of tp keeps what is saved whole",
     "--defer-embedding-wgrad-compute": "gradients of the output head are not put off",
-    "--no-gradient-accumulation-fusion": "gradients are summed as the kernels of the stack do",
+    "--no-gradient-accumulation-fusion": "products add to sums of gradients, as the kernels of the stack do",
     "--no-bias-gelu-fusion": "kernels are those that Megatron-LM fuses by default",
     "--no-bias-swiglu-fusion": "kernels are those that Megatron-LM fuses by default",
     "--no-bias-dropout-fusion": "kernels are those that Megatron-LM fuses by default",

@@ -10,6 +10,7 @@ from distsim.plan import Plan, parse_schedule
 from distsim.plan.recomputation import parse_remat
 from distsim.schedule import SCHEDULES
 from distsim.schedule import schedule as schedule_named
+from distsim.transforms.kernels import Kernels
 
 
 class PlanKeys(NamedTuple):
@@ -31,13 +32,16 @@ class PlanKeys(NamedTuple):
     whole: bool
 
     @staticmethod
-    def of(plan: Plan, batch: int, levels: int | None, interiors: bool) -> PlanKeys:
+    def of(plan: Plan, batch: int, levels: int | None, kernels: Kernels) -> PlanKeys:
         """Return those of a plan of so many samples a step; its calls are written out ``levels`` deep, None:
-        not known. ``interiors``: whether kernels compute again what is inside of them."""
+        not known."""
         whole, split = levels == 0, splits_backward(plan)
-        work, saves = _work_key(plan, batch, whole, split), _work_key(plan, batch, whole, False, saving=True)
+        # Products that add to sums, inside of layers, add to none where gradients are divided at once.
+        adds = kernels.products_add and plan.zero < 2
+        work = adds, _work_key(plan, batch, whole, split)
+        saves = adds, _work_key(plan, batch, whole, False, saving=True)
         # Forward passes save as much for two halves of a backward pass, and what is summed is the same.
-        passes = _work_key(plan, batch, whole, False)
+        passes = adds, _work_key(plan, batch, whole, False)
         if levels is None:
             return PlanKeys(work, saves, None, None, None, None, _saved_key(plan, passes), None, whole)
         layers, undivided = _layers_key(plan, work, levels), _layers_key(plan, passes, levels)
@@ -47,7 +51,7 @@ class PlanKeys(NamedTuple):
             None if split or plan.offload else _layers_key(plan, saves, levels),
             undivided if split else None,
             layers,
-            _stages_key(plan, layers, interiors),
+            _stages_key(plan, layers, kernels.interiors),
             _saved_key(plan, passes),
             _sums_key(undivided, plan),
             whole,

@@ -285,7 +285,7 @@ class _TemplateBuilder:
     def _await(self, op: Op) -> None:
         """Add the tasks of hosts that wait for values; what reads the first waits for who makes it.
 
-        One that waits for all computation is on the stream of that, too.
+        One that waits for all computation is on the stream of that, too; one of the device on that alone.
         """
         lowering, rows = self.lowering, self.open
         everything = op.attributes.get("all", 0)
@@ -295,7 +295,8 @@ class _TemplateBuilder:
                 if source != FROM_START:
                     rows.dep_task.append(self.count)
                     rows.dep_source.append(source)
-            names = (HOST, "compute") if everything else (HOST,)
+            waits = ("compute",) if op.attributes.get("device", 0) else (HOST,)
+            names = (HOST, "compute") if everything else waits
             rows.run.append(lowering.run(0.0, tuple([lowering.stream(rank_class, name) for name in names])))
             rows.op.append(_LAUNCH)
             self.count += 1

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import heapq
 from collections import Counter
-from collections.abc import Container, Hashable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from operator import is_
 
@@ -19,6 +19,7 @@ from distsim.cache import Cache
 from distsim.ir.function import Function, Op
 from distsim.ir.rewrite import copy_function, inline
 from distsim.ir.value import Attributes, Value
+from distsim.ops import operator, signature_of, work
 from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.ops.normalization import TWICE
 from distsim.ops.places import shape_of
@@ -139,6 +140,8 @@ def kernel_groups(
     pairs.update(
         [(first, n) for n, last in turned.items() for first in before[n] if turned.get(first) == last]
     )
+    if kernels.products_add:
+        pairs.update(_added_by_products(ops, maker))
     if kernels.multi_tensor:
         sums = sums_of_squares(ops)
         pairs.update([(first, place) for place in sums for first in before[place] if first in sums])
@@ -167,6 +170,24 @@ def kernel_groups(
     for place in range(len(ops)):
         found.setdefault(_find(group, place), []).append(place)
     return list(found.values())
+
+
+def _added_by_products(ops: Sequence[Op], maker: Mapping[Value, int]) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of a product, and views of what it makes, with what adds that to a sum."""
+    reads = Counter([value for op in ops for value in op.inputs])
+    for place, op in enumerate(ops):
+        if op.op_type != "AccumulateInto":
+            continue
+        found, reader, part = list[tuple[int, int]](), place, op.inputs[1]
+        while reads[part] == 1 and part in maker:
+            first = maker[part]
+            found.append((first, reader))
+            if not operator(ops[first].op_type).view:
+                break
+            reader, part = first, ops[first].inputs[0]
+        asked = work(signature_of(ops[found[-1][0]])) if found else None
+        if asked is not None and asked.matrix:
+            yield from found
 
 
 def _levels(

@@ -22,6 +22,10 @@ WAITING = ("nowhere", "everywhere", "passes", "reading")
 """Where hosts wait for their devices: nowhere; before each forward pass of all stages; before each pass,
 forward or backward, and each update; before each forward pass that reads the batch."""
 
+RECEIVING = ("stream", "device", "single")
+"""What waits for what a stage receives: the stream of its computation; the host, for that and all that its
+device was given; the same where a rank has a single stage, else the stream."""
+
 ROTARY = ("ops", "one", "complex")
 """Which kernels a rotary embedding is: those of its ops; one, as Megatron-LM's fused_rope; three, of which
 the second multiplies complex numbers, between casts to and from float32 (torchtitan, models/llama/model.py,
@@ -31,6 +35,10 @@ support code generation for complex operators")."""
 PRODUCTS = ("apart", "joined", "copied")
 """How the products of one group run (queries, keys and values; a gate and what it gates): a kernel each; as
 one; as one, of which the gradients of the parts are copied side by side first."""
+
+ZEROED = ("no", "wide", "all")
+"""Which sums of gradients begin as zeros: none, whose first gradient is kept, or cast; those in another type
+than gradients are made in; all."""
 
 Joins = Callable[[Op, Op], bool]
 """(op, one that reads its result) -> whether one kernel may run both."""
@@ -59,9 +67,9 @@ class Kernels:
     gradient, read nothing that it hides, though they write zeros there: Megatron-LM's
     scaled_upper_triang_masked_softmax.h, whose rows are read up to ``local_seq``, for 2,048 keys in 6985e58
     of 2021 (model/fused_softmax.py), 4,096 in core 0.12 (core/fusions/fused_softmax.py).
-    ``zeroed``: sums of gradients in another type are buffers of zeros, to which the first gradient of a step
-    is added as the others are (nanotron c2528430, optim/gradient_accumulator.py: ``_accumulate_grad``,
-    ``zero_grad``); else the first one is cast.
+    ``zeroed``: which sums of gradients over microbatches are a buffer that begins as zeros, of
+    :data:`ZEROED`, and ``products_add``: to such a buffer products add the gradients that they make
+    (:mod:`distsim.transforms.gradient_sums`).
     ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
     torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
     both ways.
@@ -69,9 +77,10 @@ class Kernels:
     tensor-parallel ranks (:mod:`distsim.transforms.tensor_parallel.split_products`), as a plan says.
     ``dtensors``: these bring rows together as DTensor does, as a plan says
     (:mod:`distsim.transforms.tensor_parallel.dtensors`).
-    ``waiting``: where the host waits until its device has done all that it was given, of :data:`WAITING`
+    ``waiting``: where the host waits until its device has done all that it was given, of :data:`WAITING`, and
+    ``receiving``: what waits for another stage, of :data:`RECEIVING`
     (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each gradient in
-    float16 whether it overflowed (the same).
+    float16 whether it overflowed, and ``reads_norm``: by what all gradients are multiplied (the same).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -90,13 +99,23 @@ class Kernels:
     strided_batches: bool = False
     norms_twice: bool = False
     triangles: int = 0
-    zeroed: bool = False
+    zeroed: str = "no"
+    products_add: bool = False
     turns: bool = True
     split: bool = False
     dtensors: bool = False
     waiting: str = "nowhere"
+    receiving: str = "stream"
     checks_gradients: bool = False
+    reads_norm: bool = False
     launched_as: str = ""
+
+    def with_chunks(self, chunks: int) -> Kernels:
+        """Return the policy for ranks of so many stages each: what waits for what these receive."""
+        receiving = self.receiving
+        if receiving == "single":
+            receiving = "device" if chunks == 1 else "stream"
+        return self if receiving == self.receiving else replace(self, receiving=receiving)
 
     @property
     def way(self) -> str:
@@ -264,22 +283,25 @@ _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=Tru
 _EAGER = replace(_TORCH, joins=_alone, norms_twice=True, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
+    name="fused",
     joins=_megatron,
     rotary="one",
     interiors=True,
-    turns=False,
+    loss="megatron",
     products="joined",
     strided_batches=True,
     triangles=4096,
-)
-
-_MEGATRON_OF_2021 = replace(
-    _MEGATRON_LM,
-    loss="megatron",
-    norms_twice=True,
-    triangles=2048,
-    waiting="passes",
+    zeroed="all",
+    products_add=True,
+    turns=False,
+    receiving="single",
+    reads_norm=True,
     launched_as="fused",
+)
+_MEGATRON_OF_2023 = replace(_MEGATRON_LM, name="fused_waiting", waiting="everywhere", receiving="device")
+_MEGATRON_OF_2022 = replace(_MEGATRON_OF_2023, name="fused_2022", products_add=False, waiting="passes")
+_MEGATRON_OF_2021 = replace(
+    _MEGATRON_OF_2022, name="fused_2021_epilogues", norms_twice=True, triangles=2048, zeroed="wide"
 )
 
 KERNELS = {
@@ -287,23 +309,28 @@ KERNELS = {
     for each in (
         Kernels("ops"),
         replace(_EAGER, name="eager"),
-        replace(_MEGATRON_LM, name="fused", loss="megatron"),
-        replace(_MEGATRON_LM, name="fused_loss", launched_as="fused"),
-        replace(_MEGATRON_LM, name="fused_loss_waiting", waiting="everywhere", launched_as="fused"),
-        replace(
-            _MEGATRON_LM, name="fused_waiting", loss="megatron", waiting="everywhere", launched_as="fused"
-        ),
+        _MEGATRON_LM,
+        replace(_MEGATRON_LM, name="fused_loss", loss="one"),
+        replace(_MEGATRON_OF_2023, name="fused_loss_waiting", loss="one"),
+        _MEGATRON_OF_2023,
         replace(_MEGATRON_OF_2021, name="fused_2021", epilogues=False),
-        replace(_MEGATRON_OF_2021, name="fused_2021_epilogues"),
-        replace(_MEGATRON_LM, name="fused_2022", loss="megatron", waiting="passes", launched_as="fused"),
-        replace(_MEGATRON_OF_2021, name="fused_deepspeed", waiting="everywhere", checks_gradients=True),
+        _MEGATRON_OF_2021,
+        _MEGATRON_OF_2022,
+        replace(
+            _MEGATRON_OF_2021,
+            name="fused_deepspeed",
+            waiting="everywhere",
+            receiving="stream",
+            checks_gradients=True,
+        ),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
         replace(
             _EAGER,
             name="eager_waiting",
             products="copied",
-            zeroed=True,
+            zeroed="wide",
             waiting="reading",
+            receiving="device",
             launched_as="eager",
         ),
         replace(
@@ -339,13 +366,15 @@ KERNELS = {
 op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
 reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
-Megatron-LM has by default; ``fused_loss``: with that of the cross entropy too
-(``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these, with a host that waits
-for its device before each microbatch, as until 2023; ``fused_2022``: before each pass and update, whose
-timers did until 77efcccb of August 2022; ``fused_2021``: as that, with layer normalizations that are read
-twice, as until a2fdcdf0 of October 2021, which brought apex's FastLayerNorm, and biases that no fused kernel
-adds added by kernels of their own, as torch 1.8 does (its README names that version; ``at::linear`` of
-operands of three dimensions is ``matmul`` and ``add_`` until torch 1.12); ``fused_2021_epilogues``: the same
+Megatron-LM has by default, products that add to sums of gradients among them; ``fused_loss``: with that of
+the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these,
+with a host that waits for its device before each microbatch, as until 2023; ``fused_2022``: before each pass
+and update, whose timers did until 77efcccb of August 2022, and with kernels of their own that add to sums;
+``fused_2021``: as that, but sums in the type of gradients begin as the first one, as until August 2021, with
+layer normalizations that are read twice, as until a2fdcdf0 of October 2021, which brought apex's
+FastLayerNorm, and biases that no fused kernel adds added by kernels of their own, as torch 1.8 does (its
+README names that version; ``at::linear`` of operands of three dimensions is ``matmul`` and ``add_`` until
+torch 1.12); ``fused_2021_epilogues``: the same
 of a later torch, as Megatron-DeepSpeed until July 2023; ``fused_deepspeed``: as that, with a host that reads
 of each gradient in float16 whether it overflowed, where DeepSpeed's engine runs it; ``eager_loss``: as
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;

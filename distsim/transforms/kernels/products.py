@@ -14,7 +14,6 @@ at once and makes the gradient of the weight meanwhile (``core/tensor_parallel/l
 ``LinearWithGradAccumulationAndAsyncCommunication``): here the gradients of weights of all products whose
 collective it is stand right behind it. Nothing else changes places. Where a framework makes both gradients
 first, as autograd does to which a product is one node, that of the weight stands before that of the input.
-Where sums of gradients begin as zeros the cast of the first one is an addition to these, and reads them too.
 """
 
 from __future__ import annotations
@@ -26,7 +25,6 @@ from dataclasses import dataclass, replace
 from distsim.cache import Cache
 from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Function, Op, Tensor, Value, callees
-from distsim.ir.value import Attributes
 from distsim.ops import operator, signature_of, work
 from distsim.ops.matmul import GROUP
 from distsim.ops.places import shape_of
@@ -43,27 +41,18 @@ def gradients_apart(function: Function, kernels: Kernels, beside: bool = True) -
     """
     if not kernels.gradients_apart:
         return function
-    zeroed = kernels.zeroed
-    return _APART.get(function, (beside, zeroed), lambda: _rewritten(function, beside, zeroed)) or function
+    return _APART.get(function, beside, lambda: _rewritten(function, beside)) or function
 
 
-def _rewritten(function: Function, beside: bool, zeroed: bool) -> Function | None:
+def _rewritten(function: Function, beside: bool) -> Function | None:
     """Return the function with its gradients apart, or None: what is kept does not hold its key."""
     done: dict[Function, Function] = {}
     for current in (*callees(function), function):
-        called = [_onto_zeros(op) if zeroed else op for op in current.ops]
-        called = [_with_callees(op, done) for op in called]
+        called = [_with_callees(op, done) for op in current.ops]
         ops = tuple(_issued(called) if beside else _weights_first(called))
         same = len(ops) == len(current.ops) and all(a is b for a, b in zip(ops, current.ops, strict=True))
         done[current] = current if same else replace(current, ops=ops)
     return None if done[function] is function else done[function]
-
-
-def _onto_zeros(op: Op) -> Op:
-    """Return the cast of a gradient as what adds it to zeros; another op as it is."""
-    if op.op_type != "GradientCast" or "zeroed" in op.attributes:
-        return op
-    return replace(op, attributes=Attributes({**op.attributes, "zeroed": 1}))
 
 
 def _with_callees(op: Op, done: dict[Function, Function]) -> Op:

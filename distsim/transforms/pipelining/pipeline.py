@@ -32,6 +32,7 @@ from distsim.schedule import Schedule
 from distsim.transforms.data_parallel.buckets import bucketed
 from distsim.transforms.data_parallel.gradient_buckets import held_gradients
 from distsim.transforms.data_parallel.prefetch import prefetch
+from distsim.transforms.gradient_sums import sum_gradients
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
@@ -232,7 +233,7 @@ class _Source:
         """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
         stages = split_products(gather_once(blocks.stages, local.kernels), local.kernels)
         stages = turn_operands(copy_rows(stages, local.kernels), local.kernels)
-        stages = fuse_stages(stages, local.kernels)
+        stages = fuse_stages(sum_gradients(stages, local.kernels), local.kernels)
         stages = keep_scales(await_received(stages, local.kernels))
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
         outputs = self.ends.cut_outputs(blocks, None if like is None else like.outputs)

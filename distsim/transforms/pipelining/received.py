@@ -1,10 +1,15 @@
 """What the host waits for before it issues the kernels of a pass: what the stage receives; all of the device.
 
-Frameworks receive a microbatch, and wait for it, before they run the forward or backward pass of it:
-Megatron-LM's ``recv_forward`` and ``recv_backward`` synchronise with the device (``batch_p2p_sync``,
-megatron/core/pipeline_parallel/p2p_communication.py), DeepSpeed's engine runs its instructions one by one. So
-the host issues nothing ahead while it waits, and nothing of a pass, what it computes again included, starts
-before what it reads has come.
+Frameworks receive a microbatch before they run the forward or backward pass of it, so that nothing of the
+pass, what it computes again included, starts before what it reads has come. Where they wait for NCCL's work
+alone, that stops the stream of the computation and no host: torch's schedules (00722e64,
+distributed/pipelining/schedules.py: ``_wait_batch_p2p``) and DeepSpeed's pipeline (38327e07,
+runtime/pipe/p2p.py: ``dist.recv``). Others stop the host as well, until the device has done all that it was
+given before (``Kernels.receiving``): Megatron-LM synchronises with the device after each exchange (7ffea978
+of February 2021, megatron/p2p_communication.py; core 0.12, pipeline_parallel/p2p_communication.py:
+``batch_p2p_sync``), but for interleaved stages, whose exchanges run beside the passes by default since
+4eeff55d of October 2023 (``overlap_p2p_comm``); nanotron reads the sizes of what it receives (2411b022,
+parallel/pipeline_parallel/p2p.py: ``first_metadata.tolist()``).
 
 Some wait besides, before each forward pass, until the device has done all that it was given
 (``Kernels.waiting``). The timers of Megatron-LM did so as they start and stop, around each forward and each
@@ -22,12 +27,15 @@ the stream of a copy that it is not told not to wait for (aten/src/ATen/native/c
 DeepSpeed asks of each gradient in float16 whether it overflowed (``Kernels.checks_gradients``): its host has
 it cast to float32 and summed, and reads the sum, one gradient after the other, before it goes on to copy and
 scale them (v0.9.2, runtime/utils.py: ``CheckOverflow._has_inf_or_nan``, ``float(x.float().sum())``, called by
-runtime/fp16/fused_optimizer.py, ``step``). Megatron-LM and apex ask once, of all.
+runtime/fp16/fused_optimizer.py, ``step``). Megatron-LM and apex ask once, of all, and read the norm of all
+gradients before they launch what multiplies these by a factor (``Kernels.reads_norm``; 6985e58,
+optimizer/clip_grads.py: ``total_norm.item()``, optimizer.py: ``found_inf.item()``, both in core 0.12 too), as
+DeepSpeed does (b005db86, runtime/utils.py). torch's ``clip_grad_norm_`` and nanotron's read neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Collection, Hashable, Mapping, Sequence
 from dataclasses import replace
 
 from onnx import TensorProto
@@ -40,12 +48,14 @@ from distsim.transforms.kernels.fusion import kernel_of
 
 Places = tuple[int, ...]
 Updates = tuple[tuple[int, Block], ...]
-Made = dict[tuple[Function, Places, bool], Function]
-_ALL = Attributes({"all": 1})
+Made = dict[tuple[Function, Places, bool, bool], Function]
+_FACTOR = "GradientFactor"
+_ALL, _DEVICE, _HOST = Attributes({"all": 1}), Attributes({"device": 1}), Attributes({})
 
 
 def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
-    """Return the blocks of all stages, of which each pass awaits first what other stages make.
+    """Return the blocks of all stages, of which each pass awaits first what other stages make: the host, and
+    all of the device, if ``kernels.receiving`` is ``device``, else the device.
 
     As ``kernels.waiting`` says, each forward pass, or each that reads the batch, or each pass and each
     update, awaits first all that its device was given.
@@ -61,10 +71,12 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
         for key in block.outputs
     }
     made: Made = {}
+    stops = kernels.receiving == "device"
 
     def awaiting(block: Block, stage: int, waiting: bool) -> Block:
         places = tuple([i for i, key in enumerate(block.inputs) if maker.get(key, stage) != stage])
-        return _awaiting(block, places, waiting and bool(block.inputs), made)
+        everything = bool(places and stops) or (waiting and bool(block.inputs))
+        return _awaiting(block, places, everything, stops, made)
 
     def waits(block: Block) -> bool:
         if kernels.waiting == "reading":
@@ -77,11 +89,15 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
             (f, b, tuple([(number, _checking(own, wholes)) for number, own in more])) for f, b, more in stages
         ]
     timed = kernels.waiting == "passes"
+    if kernels.reads_norm:
+        stages = _reading_norms(stages)
 
     def updating(updates: Updates) -> Updates:
         if not timed:
             return updates
-        return tuple([(number, _awaiting(block, (), bool(block.inputs), made)) for number, block in updates])
+        return tuple(
+            [(number, _awaiting(block, (), bool(block.inputs), stops, made)) for number, block in updates]
+        )
 
     return tuple(
         [
@@ -89,6 +105,50 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
             for stage, (forward, backward, updates) in enumerate(stages)
         ]
     )
+
+
+# --- the factor of all gradients --------------------------------------------------------------------------
+
+
+def _reading_norms(stages: Sequence[StageBlocks]) -> list[StageBlocks]:
+    """Return the blocks of all stages, whose updates await on the host what multiplies all gradients."""
+    factors = {
+        key
+        for _, _, updates in stages
+        for _, block in updates
+        for key, value in zip(block.outputs, block.function.outputs, strict=True)
+        if any(op.op_type == _FACTOR and value in op.outputs for op in block.function.ops)
+    }
+    made: dict[tuple[Function, Places], Function] = {}
+    return [
+        (forward, backward, tuple([(number, _reading_norm(own, factors, made)) for number, own in updates]))
+        for forward, backward, updates in stages
+    ]
+
+
+def _reading_norm(
+    block: Block, factors: Collection[Value], made: dict[tuple[Function, Places], Function]
+) -> Block:
+    function = block.function
+    places = tuple([place for place, key in enumerate(block.inputs) if key in factors])
+    given = [function.inputs[place] for place in places]
+    makers = [place for place, op in enumerate(function.ops) if op.op_type == _FACTOR]
+    if not (given or makers):
+        return block
+    if (function, places) not in made:
+        there = {value: Value(value.name, value.type) for value in given}
+        ops = [Op("Await", (value,), (late,)) for value, late in there.items()]
+        for op in function.ops:
+            ops.append(_reading(op, there))
+            if op.op_type == _FACTOR:
+                (value,) = op.outputs
+                there[value] = Value(value.name, value.type)
+                ops.append(Op("Await", (value,), (there[value],)))
+        made[function, places] = replace(function, ops=tuple(ops))
+    names = [""] * len(given)
+    for place, name in enumerate(block.names):
+        names += [name, *[""] * (place in makers)]
+    return replace(block, function=made[function, places], names=tuple(names) if block.names else ())
 
 
 # --- gradients that are read one by one -------------------------------------------------------------------
@@ -173,32 +233,36 @@ def _check(parts: Sequence[Value], known: dict[Value, Value]) -> list[Op]:
     return [*runs, *[Op("Await", (part, *totals), (known[part],)) for part in parts]]
 
 
-def _awaiting(block: Block, places: Places, waiting: bool, made: Made) -> Block:
-    """Return a block that awaits inputs, after all of the device if it is ``waiting``."""
+def _awaiting(block: Block, places: Places, waiting: bool, stops: bool, made: Made) -> Block:
+    """Return a block that awaits inputs, after all of the device if it is ``waiting``; its host if it
+    ``stops``, else the device."""
     if not (places or waiting) or not block.function.ops:
         return block
     first = ("",) * (len(places) + waiting)
     return replace(
         block,
-        function=_function(block.function, places, waiting, made),
-        accumulating=block.accumulating and _function(block.accumulating, places, waiting, made),
+        function=_function(block.function, places, waiting, stops, made),
+        accumulating=block.accumulating and _function(block.accumulating, places, waiting, stops, made),
         names=(*first, *block.names) if block.names else (),
         accumulating_names=(*first, *block.accumulating_names) if block.accumulating_names else (),
     )
 
 
-def _function(function: Function, places: Places, waiting: bool, made: Made) -> Function:
-    found = made.get((function, places, waiting))
+def _function(function: Function, places: Places, waiting: bool, stops: bool, made: Made) -> Function:
+    found = made.get((function, places, waiting, stops))
     if found is None:
         given = [function.inputs[place] for place in places]
         there = {value: Value(value.name, value.type) for value in given}
-        waits = [Op("Await", (value,), (late,)) for value, late in there.items()]
+        kind = _HOST if stops else _DEVICE
+        waits = [Op("Await", (value,), (late,), kind) for value, late in there.items()]
         if waiting:
             value = function.inputs[0]
             waits.insert(0, Op("Await", (value,), (Value(f"{value.name}.device", value.type),), _ALL))
         ops = [_reading(op, there) for op in function.ops]
         outputs = tuple([there.get(value, value) for value in function.outputs])
-        found = made[function, places, waiting] = replace(function, ops=(*waits, *ops), outputs=outputs)
+        found = made[function, places, waiting, stops] = replace(
+            function, ops=(*waits, *ops), outputs=outputs
+        )
     return found
 
 
