@@ -7,8 +7,8 @@ import os
 
 import pytest
 
-# Functions and programs are many small objects that live as long as a test, or a run: to look for cycles among
-# all of them again and again took an eighth of the time. It is done once a file, among what that left.
+# Functions and programs are many small objects that live as long as a test, or a run: to look for cycles
+# among all of them again and again took an eighth of the time. It is done once a file, among what that left.
 gc.set_threshold(1_000_000, 50, 1000)
 
 # Processes that tests start keep the bytecode of what they import: to compile all of it anew takes a second.

@@ -101,7 +101,7 @@ def test_every_trial_of_a_search_comes_back(run, tmp_path):
 # --- what others may have written ---------------------------------------------------------------------
 
 STAGES, PASSAGE = [[0.5, 2, 7]], [0.1, 0.2, 0.0]
-LAYERS = [1.0, 1.0, 0.5, 0.5, 0.0, 7, 2, 0.0, 0.0, STAGES, PASSAGE, 0.0]
+LAYERS = [1.0, 1.0, 0.5, 0.5, 0.0, 7, 2, 0.0, 0.0, STAGES, PASSAGE, 0.0, 0.5, 0.1]
 RIGHT = {"text": "dp=8", "seconds": 2.0, "peak": 5, "layers": LAYERS, "parts": {"linear": 2.0}}
 
 

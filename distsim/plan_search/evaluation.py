@@ -7,7 +7,7 @@ from __future__ import annotations
 import math
 import warnings
 from bisect import insort
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
 from distsim.compose import parallelize
@@ -17,13 +17,13 @@ from distsim.errors import DistsimError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
+from distsim.plan_search.bounds.layer_probe import LayerProbes, probe_of
 from distsim.plan_search.bounds.layer_work import LayerWork, StageWork, is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
 from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge
 from distsim.plan_search.bounds.plan_keys import PlanKeys
-from distsim.plan_search.layer_probe import LayerProbes, probe_of
 from distsim.plan_search.space import ModelTraits
-from distsim.plan_search.trial import SLOWER, TOO_LARGE, PlanTrial
+from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
 from distsim.simulation import Simulation, Simulator
 from distsim.simulation.memory.program_memory import program_memory
@@ -35,6 +35,10 @@ NEARLY = 0.1
 
 OBJECTIVES = ("time", "memory")
 """By what plans are ranked: the seconds of a step, or the bytes on the fullest device."""
+
+RECOMPUTED, MOVED = 1.3, 0.02
+"""How much longer a plan that recomputes all is taken to be while nothing is known of its layers; and the
+part more for each rank of tp and cp but the first."""
 
 ModelOf = Callable[[Plan], Function]
 """Returns the training step that a plan divides: the same object for plans that divide the same."""
@@ -55,7 +59,8 @@ class SearchProblem:
 class Standing:
     """What is known while plans are tried: the best objectives so far; the seconds of products, and of those
     in ``forward`` passes of layers, by key; and what is known of layers, of stages, of the bytes that layers
-    save, and of the seconds of the ``sums`` of their gradients, each by its own."""
+    save, and that are ``pending`` between halves, and of the seconds of the ``sums`` of their gradients, each
+    by its own."""
 
     best: list[float] = field(default_factory=list[float])
     work: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
@@ -65,6 +70,7 @@ class Standing:
         default_factory=dict[Hashable, tuple[StageWork, ...]]
     )
     saved: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
+    pending: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     sums: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
 
     def worst(self, top: int) -> float:
@@ -74,7 +80,8 @@ class Standing:
     def copy(self) -> Standing:
         """Return one that may change apart."""
         seconds = dict(self.work), dict(self.forward)
-        kept = dict(self.layers), dict(self.stages), dict(self.saved), dict(self.sums)
+        held = dict(self.saved), dict(self.pending)
+        kept = dict(self.layers), dict(self.stages), *held, dict(self.sums)
         return Standing(list(self.best), *seconds, *kept)
 
 
@@ -148,7 +155,8 @@ class PlanEvaluator:
         saved = standing.saved.get(keys.saved, 0)
         stages = standing.stages.get(keys.stages, ())
         sums = standing.sums.get(keys.sums, 0.0)
-        return PlanKnowledge(products, busy, layers, saved, stages, keys.whole, sums)
+        pending = standing.pending.get(keys.saved, 0) if keys.layers_undivided else 0
+        return PlanKnowledge(products, busy, layers, saved, stages, keys.whole, sums, pending)
 
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""
@@ -156,6 +164,20 @@ class PlanEvaluator:
             return self.least_bytes(plan, standing)
         # A part of 1e-9 is for sums that are rounded, and for times that lie on a grid.
         return self.bounds(plan).step_seconds(plan, self.known(plan, standing)) * (1 - 1e-9)
+
+    def expected(self, plan: Plan, standing: Standing, rise: float = 1.0) -> float:
+        """Return as what a plan is put in order: its bound, and twice that where memory is nearly full.
+
+        While nothing is known of its layers, with what recomputing and collectives may cost, and at least
+        ``rise`` times that.
+        """
+        bound = self.bound(plan, standing)
+        if self.problem.objective == "memory":
+            return bound
+        if not self.knows_layers(plan, standing):
+            recomputed = RECOMPUTED if plan.remat.startswith("full") else 1.0
+            bound *= max(rise, recomputed) * (1.0 + MOVED * (plan.tp * plan.cp - 1))
+        return bound * (2.0 if self.least_bytes(plan, standing) > 0.9 * self.usable else 1.0)
 
     def least_bytes(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the fullest device can hold."""
@@ -168,14 +190,21 @@ class PlanEvaluator:
         return SLOWER if self.bound(plan, standing) > standing.worst(self.problem.top) else ""
 
     def trials(
-        self, plans: Iterator[Plan] | tuple[Plan, ...], standing: Standing, known: Mapping[str, PlanTrial]
+        self,
+        plans: Iterable[Plan],
+        standing: Standing,
+        known: Mapping[str, PlanTrial],
+        until: float = math.inf,
     ) -> Iterator[PlanTrial]:
-        """Yield what becomes of each plan; ``standing`` grows with it. What is known is not tried again."""
+        """Yield what becomes of each plan; ``standing`` grows with it. What is known is not tried again, and
+        what is expected to be above ``until`` not now."""
         for plan in plans:
             probed, reason = None, self.discarded(plan, standing)
             if not reason:
                 probed = self.probed(plan, standing)
                 reason = "" if probed is None else self.discarded(plan, standing)
+            if not reason and self.expected(plan, standing) > until:
+                reason = LATER
             if reason:
                 yield PlanTrial(str(plan), discarded=reason, layers=probed)
                 continue
@@ -185,17 +214,20 @@ class PlanEvaluator:
             self.learn(trial, standing)
             yield trial
 
-    def probed(self, plan: Plan, standing: Standing) -> LayerWork | None:
-        """Return what a step of few layers tells of those of a plan, which is entered in a standing.
+    def knows_layers(self, plan: Plan, standing: Standing) -> bool:
+        """Whether a standing says what the layers of a plan do, be it in whole backward passes."""
+        keys = self.keys(plan)
+        return keys.layers in standing.layers or keys.layers_undivided in standing.layers
 
-        None where they are known, or cannot be told so.
-        """
+    def probed(self, plan: Plan, standing: Standing) -> LayerWork | None:
+        """Return what a step of few layers tells of those of a plan, or of its products where layers are cut;
+        it is entered in a standing. None where that is known, or cannot be told so."""
         keys, function, probe = self.keys(plan), self.problem.model(plan), probe_of(plan)
-        asked = keys.layers_undivided or keys.layers
-        known = asked is None or asked in standing.layers or keys.layers in standing.layers
-        if known or probe is None or len(self._kinds) > 1 or self.problem.model(probe) is not function:
+        if probe is None or len(self._kinds) > 1 or self.problem.model(probe) is not function:
             return None
-        if self.keys(probe).layers != asked:
+        told, asked = self.keys(probe), keys.layers_undivided or keys.layers
+        layers = told.layers == asked and not self.knows_layers(plan, standing)
+        if not layers and not (told.work == keys.work and keys.work not in standing.work):
             return None
         if function not in self._probes:
             self._probes[function] = LayerProbes(self.bounds(plan), self.costs)
@@ -224,11 +256,15 @@ class PlanEvaluator:
         standing.layers[keys.layers] = standing.layers.get(keys.layers, made).least(made)
         if made.stages:
             standing.stages.setdefault(keys.stages, made.stages)
+        else:
+            standing.work[keys.work] = min(made.work, standing.work.get(keys.work, made.work))
         if made.sums and plan.microbatches > 2:
             standing.sums[keys.sums] = min(made.sums, standing.sums.get(keys.sums, made.sums))
         if made.layers:
             if made.saved:
                 standing.saved[keys.saved] = min(made.saved, standing.saved.get(keys.saved, made.saved))
+            if made.pending:
+                standing.pending.setdefault(keys.saved, made.pending)
             least = standing.forward.get(keys.work, made.products)
             standing.forward[keys.work] = min(made.products, least)
 

@@ -1,16 +1,16 @@
 """Searching a space of plans: those whose bounds are best are tried first, those that cannot win are not.
 
-Plans that share a division are a unit, which one process tries in order. The most promising plan of each
-comes first: it tells how fast the others of its unit can be, and how fast they have to be; then two of each,
-then four, and so on, each time those that have become the most promising. Units are tried in rounds of
-:data:`ROUND` plans and :data:`UNITS` units and more, each of which starts from what the rounds before found:
-so what is tried, and what comes out, is the same whatever the number of processes, and after being resumed.
+They are tried in rounds: the most promising of all that are left, of which those that share a division are a
+unit, which one process tries in order. Of a plan of whose layers nothing is known a short step is built
+first; where its bound turns out to be above those of the round, it is put off. Each round starts from what
+those before found: so what is tried, and what comes out, is the same whatever the number of processes, and
+after being resumed.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,23 +22,19 @@ from distsim.plan import Plan
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.journal import TrialJournal, digest_of
+from distsim.plan_search.ordering import PlanQueue
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import TrainingCosts
-from distsim.plan_search.trial import PlanTrial
+from distsim.plan_search.trial import LATER, PlanTrial
 from distsim.plan_search.workers import PlanUnit, RemoteWorkers, processes_for, workers_for
 from distsim.simulation.explain.text import count
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
-ROUND, UNITS = 24, 4
-"""Plans of a round, the fewest: a quarter of those tried before it, if that is more; and units, so that there
-is work for many."""
-
-RECOMPUTED = 1.3
-"""How much longer a plan that recomputes all is taken to be, as which it is put in order: of no effect on
-what comes out."""
+ROUND = 24, 48
+"""Plans of a round, the fewest and the most; between them, a quarter of those that were built before it."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +55,7 @@ class Stand:
 
     def __str__(self) -> str:
         rate = self.done / self.seconds if self.seconds else 0.0
-        known = rate and self.tried >= ROUND and self.done < self.plans
+        known = rate and self.tried >= ROUND[0] and self.done < self.plans
         left = f", about {(self.plans - self.done) / rate:.0f} s left" if known else ""
         return f"{self.done} of {self.plans} plans, {self.tried} tried, {rate:.1f} plans/s{left}"
 
@@ -151,24 +147,27 @@ class SearchRun:
             if (why := self._unsuited(plan))
         }
         standing = Standing()
-        start, tried = time.monotonic(), 0
+        start, tried, built = time.monotonic(), 0, 0
         asked = processes_for(len(self.plans)) if self.workers is None else self.workers
         workers = workers_for(self.problem, asked, self.journal, evaluator)
         try:
-            left, most = _left(self.plans, evaluator, standing, found), 1
-            while left:
-                units = [_unit(own[:most], known) for own in _divisions(left, evaluator, standing)]
-                while units:
-                    size = max(ROUND, tried // 4)
-                    chosen, units = _round(units, size, evaluator, standing, found)
-                    for _, trials in workers.run(chosen, standing):
-                        found.update({trial.text: trial for trial in trials})
-                        tried += sum(not trial.discarded for trial in trials)
-                        if self.watch is not None:
-                            self.watch(Stand(len(found), len(self.plans), tried, time.monotonic() - start))
-                    for plan in [plan for unit in chosen for plan in unit.plans]:
-                        evaluator.learn(found[str(plan)], standing)
-                left, most = _left(left, evaluator, standing, found), 2 * most
+            queue = PlanQueue(_left(self.plans, evaluator, standing, found), evaluator, standing)
+            while queue:
+                size = min(max(ROUND[0], built // 4), ROUND[1])
+                units, until = queue.round(size, standing, found)
+                known_of = [_unit(own, known, until) for own in units]
+                tried_now: dict[str, PlanTrial] = {}
+                for _, trials in workers.run(known_of, standing):
+                    tried_now.update({trial.text: trial for trial in trials})
+                    found.update({trial.text: trial for trial in trials if trial.discarded != LATER})
+                    tried += sum(not trial.discarded for trial in trials)
+                    built += sum(trial.peak > 0 for trial in trials)
+                    if self.watch is not None:
+                        self.watch(Stand(len(found), len(self.plans), tried, time.monotonic() - start))
+                chosen = [plan for unit in units for plan in unit]
+                for plan in chosen:
+                    evaluator.learn(tried_now[str(plan)], standing)
+                queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
         finally:
             workers.close()
         best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
@@ -234,60 +233,8 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     return SearchedStep(*step, peak=peak, state_bytes=parameters + state, topology=problem.topology)
 
 
-def _unit(plans: Sequence[Plan], known: Mapping[str, PlanTrial]) -> PlanUnit:
-    return PlanUnit(tuple(plans), {text: known[text] for text in map(str, plans) if text in known})
-
-
-def _divisions(
-    plans: Sequence[Plan], evaluator: PlanEvaluator, standing: Standing
-) -> Sequence[Sequence[Plan]]:
-    """Return the plans by what they share, those of a function side by side, the most promising first."""
-    guesses = {plan: _guess(plan, evaluator, standing) for plan in plans}
-    groups: dict[tuple[Function, Hashable], list[Plan]] = {}
-    for plan in plans:
-        function = evaluator.problem.model(plan)
-        size = (plan.dp * plan.microbatches) if plan.ep == 1 else (plan.dp, plan.microbatches)
-        division = plan.tp, plan.cp, plan.cp_kind, plan.sp, plan.ep, plan.etp, plan.order, size
-        groups.setdefault((function, division), []).append(plan)
-    for own in groups.values():
-        own.sort(key=guesses.__getitem__)
-    least: dict[Function, tuple[float, ...]] = {}
-    for (function, _), own in groups.items():
-        least[function] = min(least.get(function, guesses[own[0]]), guesses[own[0]])
-    ordered = sorted(groups.items(), key=lambda item: (least[item[0][0]], guesses[item[1][0]]))
-    return [own for _, own in ordered]
-
-
-def _guess(plan: Plan, evaluator: PlanEvaluator, standing: Standing) -> tuple[float, ...]:
-    """Return as what a plan is put in order: its bound, with what recomputing, bubbles and ranks may cost."""
-    bound = evaluator.bound(plan, standing)
-    if evaluator.problem.objective == "memory":
-        return (bound,)
-    crowded = evaluator.least_bytes(plan, standing) > 0.9 * evaluator.usable
-    unknown = evaluator.keys(plan).layers not in standing.layers
-    recomputed = RECOMPUTED if unknown and plan.remat.startswith("full") else 1.0
-    moved = 1.0 + 0.05 * (plan.tp * plan.cp - 1)
-    return (bound * recomputed * moved * (2.0 if crowded else 1.0),)
-
-
-def _round(
-    units: list[PlanUnit],
-    size: int,
-    evaluator: PlanEvaluator,
-    standing: Standing,
-    found: dict[str, PlanTrial],
-) -> tuple[list[PlanUnit], list[PlanUnit]]:
-    """Return units of ``size`` plans, and those that are left; plans that are discarded already are done."""
-    chosen: list[PlanUnit] = []
-    plans_chosen = 0
-    for place, unit in enumerate(units):
-        if plans_chosen >= size and len(chosen) >= UNITS:
-            return chosen, units[place:]
-        plans = _left(unit.plans, evaluator, standing, found)
-        if plans:
-            chosen.append(replace(unit, plans=tuple(plans)))
-            plans_chosen += len(plans)
-    return chosen, []
+def _unit(plans: Sequence[Plan], known: Mapping[str, PlanTrial], until: float) -> PlanUnit:
+    return PlanUnit(tuple(plans), {text: known[text] for text in map(str, plans) if text in known}, until)
 
 
 def _left(

@@ -10,8 +10,9 @@ from typing import Any
 from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_work import LayerWork
 
-SLOWER, TOO_LARGE = "time", "memory"
-"""Why a plan was discarded without being tried: its bounds are beyond the best so far, or the memory."""
+SLOWER, TOO_LARGE, LATER = "time", "memory", "later"
+"""Why a plan was discarded without being tried: its bounds are beyond the best so far, or the memory; or it
+is put off, because others may be better."""
 
 STATUSES = ("simulated", "too large", "refused", "discarded: slower", "discarded: too large")
 """What may become of a plan; ``too large`` ones were built and their memory counted, no more."""
@@ -27,7 +28,7 @@ class PlanTrial:
     of the products of a microbatch, summed over stages (:mod:`distsim.plan_search.bounds.plan_bounds`);
     ``layers``: what is known of these (:mod:`distsim.plan_search.bounds.layer_work`). ``refused`` says why it
     does not suit the model or the cluster; ``discarded`` is ``SLOWER`` or ``TOO_LARGE`` where bounds prove
-    that it is none of the best, and ``""`` where it was tried.
+    that it is none of the best, ``LATER`` while it is put off, and ``""`` where it was tried.
 
     ``low`` and ``high``: between which seconds a measured step is to be expected; 0 where that is not known.
     ``parts``: seconds of the critical path by kind. Both are there for the best plans alone.

@@ -30,10 +30,14 @@ from distsim.plan_search.trial import PlanTrial
 
 @dataclass(frozen=True, eq=False)
 class PlanUnit:
-    """Plans that share a division, so one process tries them; what is known of some is not tried again."""
+    """Plans that share a division, so one process tries them; what is known of some is not tried again.
+
+    Of those that turn out to be expected above ``until`` none is tried now.
+    """
 
     plans: tuple[Plan, ...]
     known: Mapping[str, PlanTrial]
+    until: float
 
 
 def _nothing() -> None:
@@ -100,7 +104,7 @@ class _UnitRunner:
     def trials(self, unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
         """Return what becomes of the plans of a unit."""
         found: list[PlanTrial] = []
-        for trial in self.evaluator.trials(unit.plans, standing, unit.known):
+        for trial in self.evaluator.trials(unit.plans, standing, unit.known, unit.until):
             found.append(trial)
             if self.writer is not None:
                 _append(self.writer, trial, unit)

@@ -15,12 +15,13 @@ of the same stages, the span of the whole block counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from distsim.cost.cost_model import CostModel
-from distsim.ir import Function, Op, Tensor, Value
+from distsim.ir import Function, Op, Value
 from distsim.ops import operator
+from distsim.plan_search.bounds.saved_bytes import saved_bytes
 from distsim.plan_search.bounds.spans import LayerSpan, Passage, Spans, is_product
 from distsim.program.block import Block
 from distsim.program.program import Program
@@ -31,11 +32,13 @@ from distsim.simulation.tasks.program_ranks import program_ranks
 
 class StageWork(NamedTuple):
     """What a microbatch takes of the compute stream on a stage, in ``seconds``; how many ``layers`` the stage
-    has, and the bytes that it has ``saved`` when backward begins."""
+    has, the bytes that it has ``saved`` when backward begins, and those that are ``pending`` between halves
+    of a backward pass, 0: not known."""
 
     seconds: float
     layers: int
     saved: int
+    pending: int = 0
 
 
 class LayerPassage(NamedTuple):
@@ -59,7 +62,9 @@ class LayerWork(NamedTuple):
     on one stage. ``sums`` are those for which a device adds the gradients of a layer to what microbatches
     before have left. 0: not known.
     ``passage`` is the way through a layer, where each takes in what the one before makes, and nothing else
-    that differs between microbatches.
+    that differs between microbatches. ``behind`` are the seconds of products in backward passes of layers,
+    ``outside`` those of products outside of layers. ``pending`` are bytes of all layers that are held between
+    two halves of a backward pass, if it is made in halves.
     """
 
     seconds: float
@@ -74,6 +79,14 @@ class LayerWork(NamedTuple):
     stages: tuple[StageWork, ...] = ()
     passage: LayerPassage | None = None
     sums: float = 0.0
+    behind: float = 0.0
+    outside: float = 0.0
+    pending: int = 0
+
+    @property
+    def work(self) -> float:
+        """The seconds of all products of a microbatch."""
+        return self.products + self.behind + self.outside
 
     def in_halves(self) -> LayerWork:
         """Return what holds where backward passes are in two halves: all that is computed, in more kernels.
@@ -98,7 +111,9 @@ class LayerWork(NamedTuple):
             products=most * self.products,
             waiting=most * self.waiting,
             saved=self.saved * count // layers,
+            pending=self.pending * count // layers,
             layers=count,
+            behind=most * self.behind,
             stages=(),
         )
 
@@ -117,6 +132,9 @@ class LayerWork(NamedTuple):
             self.stages or other.stages,
             _least_passage(self.passage, other.passage),
             min(self.sums, other.sums),
+            min(self.behind, other.behind),
+            min(self.outside, other.outside),
+            max(self.pending, other.pending),
         )
 
 
@@ -145,7 +163,7 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         if forward is None or backward is None:
             return None
         passes.append((forward, backward))
-    saved = [_saved_bytes(stage.forward, stage.backward, once) for stage in program.stages]
+    saved = [saved_bytes(stage.forward, stage.backward, once) for stage in program.stages]
     head = _head_seconds(passes)
     losses = [one.around + two.around if head else 0.0 for one, two in passes]
     stages = [
@@ -165,6 +183,8 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         tuple(stages),
         _layer_passage(passes),
         _layer_sums([stage.backward for stage in program.stages], passes, spans),
+        sum(span.products for _, backward in passes for _, span in backward.calls),
+        sum(sum(one.products) + sum(two.products) for one, two in passes),
     )
 
 
@@ -339,47 +359,3 @@ def _passage(function: Function, fixed: set[Value], spans: Spans) -> Passage | N
         found.update([(op.callee, given, *link) for link in links])
         made = {value: place for place, value in enumerate(op.outputs)}
     return spans.passage(*found.pop()) if len(found) == 1 else None
-
-
-def _saved_bytes(forward: Block, backward: Block, once: set[Value]) -> tuple[int, int]:
-    """Return the bytes of what the calls of a forward block read and make that backward reads, and of all
-    that the block makes for it.
-
-    Of the first, what one call alone reads counts with it, and what it makes for backward alone: so every
-    layer has as much, wherever stages begin. Views count as what they show.
-    """
-    function, kept = forward.function, set(backward.inputs) - once
-    given = zip(function.inputs, forward.inputs, strict=True)
-    handed = zip(function.outputs, forward.outputs, strict=True)
-    shown: dict[Value, Value] = {}
-    readers: dict[Value, list[bool]] = {}
-    made: dict[Value, None] = {}
-    for op in function.ops:
-        for value in op.inputs:
-            readers.setdefault(shown.get(value, value), []).append(op.is_call)
-        if operator(op.op_type).view:
-            readers[shown.get(op.inputs[0], op.inputs[0])].pop()
-            shown[op.outputs[0]] = shown.get(op.inputs[0], op.inputs[0])
-        elif op.is_call:
-            shown.update(_shown(op))
-            made.update(dict.fromkeys(shown.get(value, value) for value in op.outputs))
-    ends = [shown.get(value, value) for value, key in handed if key in kept]
-    saved = dict.fromkeys([*(shown.get(value, value) for value, key in given if key in kept), *ends])
-    layers = [v for v in saved if readers.get(v) == [True] or (v in made and v not in readers)]
-    own = dict.fromkeys(ends).keys() - {*function.inputs}
-    return sum(_nbytes(value) for value in layers), sum(_nbytes(value) for value in own)
-
-
-def _shown(call: Op) -> Iterator[tuple[Value, Value]]:
-    """Yield the outputs of a call in whose memory another one lies, or an input, with that."""
-    makers = {value: op for op in call.callee.ops for value in op.outputs}
-    given = dict(zip(call.callee.inputs, call.inputs, strict=True))
-    first: dict[Value, Value] = {}
-    for outer, value in zip(call.outputs, call.callee.outputs, strict=True):
-        while value in makers and operator(makers[value].op_type).view:
-            value = makers[value].inputs[0]
-        yield outer, given.get(value) or first.setdefault(value, outer)
-
-
-def _nbytes(value: Value) -> int:
-    return value.type.nbytes if isinstance(value.type, Tensor) and not value.type.on_host else 0

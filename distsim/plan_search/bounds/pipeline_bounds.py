@@ -45,12 +45,13 @@ class HeldParts(NamedTuple):
 
 
 class Flights(NamedTuple):
-    """``stages`` of a rank, the microbatches in flight in each of them [times, stages], the most that all of
-    them have at a time (``least``), and whether the backward pass of the first of its stages is what the rank
-    does last (``ends_first``)."""
+    """``stages`` of a rank, the microbatches in flight in each of them [times, stages], and between halves of
+    a backward pass (``pending``), the most that all of them have in flight at a time (``least``), and whether
+    the backward pass of the first of its stages is what the rank does last (``ends_first``)."""
 
     stages: tuple[int, ...]
     counts: npt.NDArray[Any]
+    pending: npt.NDArray[Any]
     least: int
     ends_first: bool
 
@@ -80,12 +81,13 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Fli
     for rank, codes in enumerate(made.codes):
         cells = codes[codes >= 0]
         stages = tuple([stage for stage, own in enumerate(made.rank_of) if own == rank])
-        change = np.array([kind.until_i for kind in Kind])[kind_of(cells)]
-        held = [np.cumsum(change * (number_of(cells) % made.num_stages == stage)) for stage in stages]
+        changes = np.array([(kind.until_i, kind.pending_w) for kind in Kind])[kind_of(cells)].T
+        own = [number_of(cells) % made.num_stages == stage for stage in stages]
+        held = [np.cumsum(change * at) for change in changes for at in own]
         last = int(cells[-1])
         ends_first = kind_of(last) == Kind.BACKWARD.code and number_of(last) % made.num_stages == min(stages)
-        counts = np.unique(np.array(held).T, axis=0)
-        found.append(Flights(stages, counts, int(counts.min(axis=1).max(initial=0)), ends_first))
+        counts, pending = np.split(np.unique(np.array(held).T, axis=0), 2, axis=1)
+        found.append(Flights(stages, counts, pending, int(counts.min(axis=1).max(initial=0)), ends_first))
     return tuple(found)
 
 
@@ -137,7 +139,11 @@ def bytes_of_stages(
     if not ranks or len(stages) != plan.num_stages:
         return 0.0
     saved = [np.array([stages[stage].saved for stage in rank.stages]) for rank in ranks]
-    peaks = [float((rank.counts @ own).max(initial=0)) for rank, own in zip(ranks, saved, strict=True)]
+    halves = [np.array([stages[stage].pending for stage in rank.stages]) for rank in ranks]
+    peaks = [
+        float((rank.counts @ own + rank.pending @ half).max(initial=0))
+        for rank, own, half in zip(ranks, saved, halves, strict=True)
+    ]
     found = [*peaks, (every.held + sum(peaks)) / len(ranks)]
     layers = sum(stage.layers for stage in stages)
     if layered is not None and layers:

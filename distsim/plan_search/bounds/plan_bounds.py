@@ -69,7 +69,8 @@ class PlanKnowledge(NamedTuple):
     Seconds for which a microbatch takes devices, summed over stages: of its ``products``, and of all that is
     ``busy``; of its ``layers``; the bytes that these have ``saved``; and of each of its ``stages``. 0, None
     and nothing: not known. ``whole``: whether stages begin between layers. ``sums`` are the seconds for which
-    a microbatch but the first adds the gradients of a layer to sums.
+    a microbatch but the first adds the gradients of a layer to sums. ``pending`` are bytes that layers hold
+    between halves of a backward pass.
     """
 
     products: float = 0.0
@@ -79,6 +80,7 @@ class PlanKnowledge(NamedTuple):
     stages: tuple[StageWork, ...] = ()
     whole: bool = False
     sums: float = 0.0
+    pending: int = 0
 
 
 class HeldBytes(NamedTuple):
@@ -274,10 +276,13 @@ class PlanBounds:
             return known.stages
         work = known.layers or self._least_work(plan)
         layer, head = (work.layer, work.head) if work else (0.0, 0.0)
-        saved = self._saved(plan, known) / self.layers
+        saved, pending = self._saved(plan, known) / self.layers, known.pending / self.layers
         heads = [0.0] * (len(counts) - 1) + [head]
         return tuple(
-            [StageWork(n * layer + h, n, int(n * saved)) for n, h in zip(counts, heads, strict=True)]
+            [
+                StageWork(n * layer + h, n, int(n * saved), int(n * pending))
+                for n, h in zip(counts, heads, strict=True)
+            ]
         )
 
     def device_bytes(self, plan: Plan, known: PlanKnowledge | None = None) -> float:

@@ -88,7 +88,7 @@ def _sums_key(layers: Hashable, plan: Plan) -> Hashable:
 
 def _saved_key(plan: Plan, work: Hashable) -> Hashable:
     """Return what the bytes depend on that the layers of a plan save of a microbatch."""
-    return work, plan.dp > 1, (plan.pp, plan.reshard) if plan.zero == 3 else ()
+    return work, plan.dp > 1, (plan.reshard, plan.resharding) if plan.zero == 3 else ()
 
 
 def _work_key(plan: Plan, batch: int, whole: bool, halves: bool, saving: bool = False) -> Hashable:

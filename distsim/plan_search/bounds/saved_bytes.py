@@ -10,12 +10,13 @@ for those that count layers of a stage or weigh seconds.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Tensor, Value
 from distsim.ops import operator
+from distsim.program.block import Block
 from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.recompute.interiors import run_with, runs_again
 from distsim.transforms.recompute.joint import Joint, Pair, find_pairs, joint_of
@@ -95,3 +96,92 @@ def _base(value: Value, made: dict[Value, Op]) -> Value:
     while value in made and operator(made[value].op_type).view:
         value = made[value].inputs[0]
     return value
+
+
+def saved_bytes(forward: Block, backward: Block, once: set[Value]) -> tuple[int, int]:
+    """Return the bytes of what the calls of a forward block read and make that backward reads, each as much
+    as the one of its callee that has least, and of all that the block makes for it.
+
+    Of the first, what one call alone reads counts with it, and what it makes for backward alone: so every
+    layer has as much, wherever stages begin. Views count as what they show.
+    """
+    function, kept = forward.function, set(backward.inputs) - once
+    given = zip(function.inputs, forward.inputs, strict=True)
+    handed = zip(function.outputs, forward.outputs, strict=True)
+    shown: dict[Value, Value] = {}
+    readers: dict[Value, list[Op]] = {}
+    made: dict[Value, Op] = {}
+    for op in function.ops:
+        for value in op.inputs:
+            readers.setdefault(shown.get(value, value), []).append(op)
+        if operator(op.op_type).view:
+            readers[shown.get(op.inputs[0], op.inputs[0])].pop()
+            shown[op.outputs[0]] = shown.get(op.inputs[0], op.inputs[0])
+        elif op.is_call:
+            shown.update(_shown(op))
+            made.update(dict.fromkeys((shown.get(value, value) for value in op.outputs), op))
+    ends = [shown.get(value, value) for value, key in handed if key in kept]
+    saved = dict.fromkeys([*(shown.get(value, value) for value, key in given if key in kept), *ends])
+    alone = {v: readers.get(v) or [made[v]] for v in saved if v in readers or v in made}
+    own = dict.fromkeys(ends).keys() - {*function.inputs}
+    return _least_of_calls(function, alone), sum(_nbytes(value) for value in own)
+
+
+def _least_of_calls(function: Function, readers: Mapping[Value, Sequence[Op]]) -> int:
+    """Return the bytes of values that one call alone reads, as many calls as each callee has taken to have
+    as much as the one that has least."""
+    amounts = {op: 0 for op in function.ops if op.is_call}
+    for value, ops in readers.items():
+        if len(ops) == 1 and ops[0] in amounts:
+            amounts[ops[0]] += _nbytes(value)
+    each: dict[Function, list[int]] = {}
+    for op, amount in amounts.items():
+        each.setdefault(op.callee, []).append(amount)
+    return sum(len(own) * min(own) for own in each.values())
+
+
+def _shown(call: Op) -> Iterator[tuple[Value, Value]]:
+    """Yield the outputs of a call in whose memory another one lies, or an input, with that."""
+    makers = {value: op for op in call.callee.ops for value in op.outputs}
+    given = dict(zip(call.callee.inputs, call.inputs, strict=True))
+    first: dict[Value, Value] = {}
+    for outer, value in zip(call.outputs, call.callee.outputs, strict=True):
+        while value in makers and operator(makers[value].op_type).view:
+            value = makers[value].inputs[0]
+        yield outer, given.get(value) or first.setdefault(value, outer)
+
+
+def _nbytes(value: Value) -> int:
+    return value.type.nbytes if isinstance(value.type, Tensor) and not value.type.on_host else 0
+
+
+def pending_bytes(forward: Block, halves: tuple[Block, Block], once: set[Value]) -> int:
+    """Return the bytes of what the calls of the second half of a backward pass read of a microbatch, each as
+    much as the one that has least: forward pass and first half keep it until then. Views count as what they
+    show, and what several calls read does not."""
+    homes: dict[Value, Value] = {}
+    for block in (forward, halves[0]):
+        shown, given = _homes(block.function), dict(zip(block.function.inputs, block.inputs, strict=True))
+        for value, key in zip(block.function.outputs, block.outputs, strict=True):
+            home = shown.get(value, value)
+            home = given.get(home, home)
+            homes[key] = homes.get(home, home)
+    second = halves[1]
+    given = dict(zip(second.function.inputs, second.inputs, strict=True))
+    readers: dict[Value, list[Op]] = {}
+    for op in second.function.ops:
+        for key in dict.fromkeys(given[value] for value in op.inputs if value in given):
+            if key not in once:
+                readers.setdefault(homes.get(key, key), []).append(op)
+    return _least_of_calls(second.function, readers)
+
+
+def _homes(function: Function) -> dict[Value, Value]:
+    """Return what is shown by views of a function, and by what its calls make."""
+    shown: dict[Value, Value] = {}
+    for op in function.ops:
+        if operator(op.op_type).view:
+            shown[op.outputs[0]] = shown.get(op.inputs[0], op.inputs[0])
+        elif op.is_call:
+            shown.update((value, shown.get(home, home)) for value, home in _shown(op))
+    return shown

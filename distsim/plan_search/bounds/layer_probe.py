@@ -10,6 +10,7 @@ from distsim.errors import DistsimError
 from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_work import LayerWork, layer_work
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
+from distsim.plan_search.bounds.saved_bytes import pending_bytes
 from distsim.plan_search.bounds.short_step import shortened
 
 LAYERS = 4
@@ -54,6 +55,10 @@ class LayerProbes:
             return None
         if found is None or not found.layer or found.layers != LAYERS:
             return None
-        work = found.of_layers(self._bounds.layers)
-        # Of what is gathered the first layer of a stage saves more, so as many stages would have to be known.
-        return work._replace(saved=0) if probe.zero == 3 else work
+        if program.schedule.num_stages > 1:
+            # Nobody waits for the first stage.
+            once = {key for key, maker in program.makers().items() if maker.once}
+            stages = len(program.stages)
+            pending = pending_bytes(program.stages[-1].forward, program.parts.halves[-1], once)
+            found = found._replace(pending=pending * stages)
+        return found.of_layers(self._bounds.layers)

@@ -1,0 +1,76 @@
+"""In which order plans are tried: those of the least bounds first, which say more once layers are known.
+
+Of no effect on what comes out, which bounds prove; but the sooner the best are found, the more is discarded.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable, Iterable, Sequence
+from typing import NamedTuple
+
+from distsim.ir import Function
+from distsim.plan import Plan
+from distsim.plan_search.evaluation import PlanEvaluator, Standing
+from distsim.plan_search.trial import PlanTrial
+
+UNITS = 4
+"""Units of a round, the fewest, while a round has not twice its plans: so there is work for many."""
+
+
+class Round(NamedTuple):
+    """Plans that are tried next, by what they share, if they are expected ``until`` there at most."""
+
+    units: Sequence[Sequence[Plan]]
+    until: float
+
+
+class PlanQueue:
+    """The plans that are left, the most promising first.
+
+    That is by their bounds (:meth:`PlanEvaluator.expected`). Where nothing is known of a plan's layers, its
+    bound is taken to rise by half of what that of any rose by of whose layers something was found out.
+    """
+
+    def __init__(self, plans: Iterable[Plan], evaluator: PlanEvaluator, standing: Standing) -> None:
+        self._evaluator, self._unknown, self._rise = evaluator, Standing(), 1.0
+        self._numbers = {plan: number for number, plan in enumerate(plans)}
+        self._left = [(self._guess(plan, standing), number, plan) for plan, number in self._numbers.items()]
+        heapq.heapify(self._left)
+
+    def __bool__(self) -> bool:
+        return bool(self._left)
+
+    def round(self, size: int, standing: Standing, found: dict[str, PlanTrial]) -> Round:
+        """Take so many plans out; those that are discarded by now are done, and entered in ``found``."""
+        units: dict[tuple[Function, Hashable], list[Plan]] = {}
+        count, until = 0, 0.0
+        while self._left and count < (size if len(units) >= UNITS else 2 * size):
+            guess, number, plan = heapq.heappop(self._left)
+            reason, now = self._evaluator.discarded(plan, standing), self._guess(plan, standing)
+            if reason:
+                found[str(plan)] = PlanTrial(str(plan), discarded=reason)
+            elif now > guess:
+                heapq.heappush(self._left, (now, number, plan))
+            else:
+                units.setdefault(self._division(plan), []).append(plan)
+                count, until = count + 1, max(until, now)
+        return Round(list(units.values()), until)
+
+    def put_back(self, plans: Iterable[Plan], standing: Standing) -> None:
+        """Take plans in again of which more is known now than before."""
+        for plan in plans:
+            known, before = (self._evaluator.bound(plan, each) for each in (standing, self._unknown))
+            rise = 1.0 + (known / before - 1.0) / 2 if before else 1.0
+            self._rise = rise if self._rise == 1.0 else min(self._rise, rise)
+            heapq.heappush(self._left, (self._guess(plan, standing), self._numbers[plan], plan))
+
+    def _division(self, plan: Plan) -> tuple[Function, Hashable]:
+        """Return what plans share that one process tries in order."""
+        size = (plan.dp * plan.microbatches) if plan.ep == 1 else (plan.dp, plan.microbatches)
+        division = plan.tp, plan.cp, plan.cp_kind, plan.sp, plan.ep, plan.etp, plan.order, size
+        return self._evaluator.problem.model(plan), division
+
+    def _guess(self, plan: Plan, standing: Standing) -> float:
+        """Return as what a plan is put in order."""
+        return self._evaluator.expected(plan, standing, self._rise)
