@@ -1,6 +1,7 @@
 """A step of few of its layers tells what layers do: it is the step of a model that has no more."""
 
 import re
+from dataclasses import replace
 
 import pytest
 from training_models import topology_of
@@ -13,8 +14,9 @@ from distsim.plan_search.bounds.layer_probe import probe_of
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.bounds.short_step import shortened
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
+from distsim.plan_search.ordering import PlanQueue
 from distsim.plan_search.run import FixedModel
-from distsim.plan_search.trial import SLOWER, TOO_LARGE
+from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels.policies import KERNELS
@@ -117,3 +119,29 @@ def test_a_probe_has_as_many_samples_on_the_ranks_of_a_stage(fields, probe):
 def test_there_is_no_probe_where_groups_of_ranks_or_hosts_matter():
     assert probe_of(Plan.parse("dp=4,zero=1,zero_ranks=2")) is None
     assert probe_of(Plan.parse("dp=4,remat=none,offload=2")) is None
+
+
+def test_plans_are_put_off_while_others_are_expected_to_be_better(evaluator):
+    fast = Plan.parse("dp=8,microbatches=2")
+    slow = replace(fast, remat="full")
+    queue, found = PlanQueue([slow, fast], evaluator, Standing()), {}
+    units, until = queue.round(1, Standing(), found)
+    assert units == [[fast, slow]] and until > 0 and not queue and not found
+    standing = Standing()
+    (first,) = evaluator.trials([fast], standing, {})
+    (second,) = evaluator.trials([slow], standing, {}, evaluator.expected(fast, standing))
+    assert first.simulated and second.discarded == LATER and second.layers is not None
+    for trial in (first, second):
+        evaluator.learn(trial, standing)
+    queue.put_back([slow], standing)
+    units, until = queue.round(1, standing, found)
+    assert units == [[slow]] and until == evaluator.expected(slow, standing)
+    queue.put_back([slow], standing)
+    assert queue.round(1, Standing([0.0]), found).units == [] and found[str(slow)].discarded == SLOWER
+
+
+def test_of_plans_that_share_a_division_a_unit_is_made(evaluator):
+    texts = ["dp=2,pp=4,microbatches=4", "dp=4,pp=2,microbatches=2", "dp=2,tp=2,pp=2,microbatches=4"]
+    plans = [Plan.parse(text) for text in texts]
+    units, _ = PlanQueue(plans, evaluator, Standing()).round(24, Standing(), {})
+    assert sorted(map(len, units)) == [1, 2]
