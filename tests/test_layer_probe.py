@@ -15,8 +15,8 @@ from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.bounds.short_step import shortened
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.ordering import PlanQueue
-from distsim.plan_search.run import FixedModel
-from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE
+from distsim.plan_search.run import FixedModel, doubtful
+from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels.policies import KERNELS
@@ -145,3 +145,14 @@ def test_of_plans_that_share_a_division_a_unit_is_made(evaluator):
     plans = [Plan.parse(text) for text in texts]
     units, _ = PlanQueue(plans, evaluator, Standing()).round(24, Standing(), {})
     assert sorted(map(len, units)) == [1, 2]
+
+
+def test_what_was_discarded_by_more_than_layers_turn_out_to_do_is_tried_again(evaluator):
+    plans = [Plan.parse("dp=8,microbatches=2"), Plan.parse("dp=8,microbatches=2,remat=full")]
+    found = {str(plan): PlanTrial(str(plan), discarded=SLOWER) for plan in plans}
+    standing = Standing()
+    for plan in plans:
+        evaluator.probed(plan, standing)
+    standing.best = [evaluator.bound(plans[0], standing)]
+    assert doubtful(plans, evaluator, standing, found) == plans[:1]
+    assert [*found] == [str(plans[1])]

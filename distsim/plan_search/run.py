@@ -146,28 +146,28 @@ class SearchRun:
             for plan in self.plans
             if (why := self._unsuited(plan))
         }
-        standing = Standing()
-        start, tried, built = time.monotonic(), 0, 0
+        standing, counts = Standing(), _Counts(time.monotonic())
         asked = processes_for(len(self.plans)) if self.workers is None else self.workers
         workers = workers_for(self.problem, asked, self.journal, evaluator)
         try:
-            queue = PlanQueue(_left(self.plans, evaluator, standing, found), evaluator, standing)
-            while queue:
-                size = min(max(ROUND[0], built // 4), ROUND[1])
-                units, until = queue.round(size, standing, found)
-                known_of = [_unit(own, known, until) for own in units]
-                tried_now: dict[str, PlanTrial] = {}
-                for _, trials in workers.run(known_of, standing):
-                    tried_now.update({trial.text: trial for trial in trials})
-                    found.update({trial.text: trial for trial in trials if trial.discarded != LATER})
-                    tried += sum(not trial.discarded for trial in trials)
-                    built += sum(trial.peak > 0 for trial in trials)
-                    if self.watch is not None:
-                        self.watch(Stand(len(found), len(self.plans), tried, time.monotonic() - start))
-                chosen = [plan for unit in units for plan in unit]
-                for plan in chosen:
-                    evaluator.learn(tried_now[str(plan)], standing)
-                queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
+            left = _left(self.plans, evaluator, standing, found)
+            while left:
+                queue = PlanQueue(left, evaluator, standing)
+                while queue:
+                    size = min(max(ROUND[0], counts.built // 4), ROUND[1])
+                    units, until = queue.round(size, standing, found)
+                    tried: dict[str, PlanTrial] = {}
+                    for _, trials in workers.run([_unit(plans, known, until) for plans in units], standing):
+                        tried.update({trial.text: trial for trial in trials})
+                        found.update({trial.text: trial for trial in trials if trial.discarded != LATER})
+                        counts.add(trials)
+                        if self.watch is not None:
+                            self.watch(counts.stand(len(found), len(self.plans)))
+                    chosen = [plan for plans in units for plan in plans]
+                    for plan in chosen:
+                        evaluator.learn(tried[str(plan)], standing)
+                    queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
+                left = doubtful(self.plans, evaluator, standing, found)
         finally:
             workers.close()
         best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
@@ -235,6 +235,39 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
 
 def _unit(plans: Sequence[Plan], known: Mapping[str, PlanTrial], until: float) -> PlanUnit:
     return PlanUnit(tuple(plans), {text: known[text] for text in map(str, plans) if text in known}, until)
+
+
+@dataclass
+class _Counts:
+    """How many plans were tried since a ``start``, and of these built."""
+
+    start: float
+    tried: int = 0
+    built: int = 0
+
+    def add(self, trials: Iterable[PlanTrial]) -> None:
+        """Count what became of plans."""
+        for trial in trials:
+            self.tried += not trial.discarded
+            self.built += trial.peak > 0
+
+    def stand(self, done: int, plans: int) -> Stand:
+        """Return how far a search is that is done with some of its plans."""
+        return Stand(done, plans, self.tried, time.monotonic() - self.start)
+
+
+def doubtful(
+    plans: Sequence[Plan], evaluator: PlanEvaluator, standing: Standing, found: dict[str, PlanTrial]
+) -> list[Plan]:
+    """Take out of ``found``, and return, the plans that would not be discarded by what is known now.
+
+    There are none but where a plan that was built has layers which do less than those of the step that was
+    built before it, by which others were discarded.
+    """
+    again = [plan for plan in plans if found[str(plan)].discarded and not evaluator.discarded(plan, standing)]
+    for plan in again:
+        del found[str(plan)]
+    return again
 
 
 def _left(
