@@ -1,18 +1,20 @@
-"""Which ops one kernel runs, as policies with a name each."""
+"""What kernels a framework launches, and when its hosts wait, as policies with a name each."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
-from distsim.cache import cached
 from distsim.errors import PlanError
-from distsim.ir.function import Op
-from distsim.ir.type import Tensor
-from distsim.ir.value import Value
-from distsim.ops import Signature, operator, sharding_rule, signature_of, work
 from distsim.suggestions import choices_for
+from distsim.transforms.kernels.policies.joins import (
+    Joins,
+    alone,
+    compiled,
+    compiled_blocks,
+    megatron,
+    one_loss,
+)
 
 LOSS_KERNELS = ("one", "torch", "megatron")
 """Which kernels a cross entropy is: one; the two of torch; those that Megatron-LM's Python runs, one after
@@ -39,9 +41,6 @@ one; as one, of which the gradients of the parts are copied side by side first."
 ZEROED = ("no", "wide", "all")
 """Which sums of gradients begin as zeros: none, whose first gradient is kept, or cast; those in another type
 than gradients are made in; all."""
-
-Joins = Callable[[Op, Op], bool]
-"""(op, one that reads its result) -> whether one kernel may run both."""
 
 
 @dataclass(frozen=True)
@@ -128,163 +127,12 @@ class Kernels:
         return (kernels_named, (self.name,)) if named else super().__reduce_ex__(protocol)
 
 
-@cached("whether an op is element by element, by signature", 65536)
-def is_pointwise(signature: Signature) -> bool:
-    """Whether each element of the results needs only the elements in the same place of the operands."""
-    rule = sharding_rule(signature)
-    if rule is None or not rule.outputs:
-        return False
-    whole = rule.outputs[0]
-    if not whole or any(not isinstance(dim, str) for dim in whole):
-        return False
-    names = [dim for dim in whole if isinstance(dim, str)]
-    for dims in (*rule.inputs, *rule.outputs[1:]):
-        own = [dim for dim in dims if dim is not None]
-        if any(dim not in names for dim in own):
-            return False
-        places = [names.index(dim) for dim in own if isinstance(dim, str)]
-        if places != sorted(places) or len(places) != len(own):
-            return False
-    return True
-
-
-_ALONG_ROWS = frozenset(
-    (
-        *("Softmax", "LogSoftmax", "SoftmaxGrad", "LogSoftmaxGrad"),
-        *("LayerNormalization", "LayerNormalizationGrad", "RMSNormalization", "RMSNormalizationGrad"),
-    )
-)
-"""What reduces along the last dimension, whose rows one thread block holds."""
-
-_REARRANGE = frozenset(("Split", "Concat", "Slice"))
-"""What a kernel that writes elements one by one does by reading or writing elsewhere."""
-
-
-def fusible(op: Op) -> bool:
-    """Whether an op is a kernel that can be a part of another."""
-    meaning = operator(op.op_type)
-    if op.subfunctions or not op.inputs or meaning.communication is not None or meaning.in_place:
-        return False
-    if not meaning.computes:
-        return False
-    if not all(isinstance(value.type, Tensor) for value in (*op.inputs, *op.outputs)):
-        return False
-    return not meaning.view and work(signature_of(op)) is not None
-
-
-def _shape(value: Value) -> tuple[int, ...]:
-    return value.type.shape if isinstance(value.type, Tensor) else ()
-
-
-def _adds_bias(op: Op) -> bool:
-    """Whether an op adds a vector to the rows of a tensor."""
-    if op.op_type != "Add" or len(op.inputs) != 2:
-        return False
-    wide, narrow = sorted(map(_shape, op.inputs), key=len, reverse=True)
-    return len(wide) > len(narrow) == 1 and narrow == wide[-1:]
-
-
-def _scales(op: Op) -> bool:
-    """Whether an op multiplies or divides by one number."""
-    return (
-        op.op_type in ("Mul", "Div")
-        and all(len(_shape(value)) == 0 or _shape(value) == _shape(op.outputs[0]) for value in op.inputs)
-        and sum(len(_shape(value)) > 0 for value in op.inputs) == 1
-    )
-
-
-def is_epilogue(first: Op, second: Op) -> bool:
-    """Whether an op adds the bias of a product (cuBLAS's epilogue, which ``torch.addmm`` uses)."""
-    if first.op_type not in ("MatMul", "Gemm") or not _adds_bias(second):
-        return False
-    return first.outputs[0] in second.inputs and len(_shape(first.outputs[0])) > 1  # not itself the vector
-
-
-_MEGATRON = {
-    # bias_gelu, bias_swiglu: megatron/core/fusions/fused_bias_gelu.py, fused_bias_swiglu.py
-    "Gelu": ("bias",),
-    "Swish": ("bias",),
-    "GeluGrad": ("bias", "Mul"),
-    "SwishGrad": ("bias", "Mul"),
-    # bias + dropout + residual: fused_bias_dropout.py
-    "Dropout": ("bias",),
-    # scale + mask + softmax: fused_softmax.py
-    "Softmax": ("scale", "Add", "Where", "Cast"),
-    # cross entropy with its logits in float32: fused_cross_entropy.py
-    "CrossEntropyLoss": ("Cast",),
-}
-"""What a kernel of Megatron-LM (core 0.12) runs before an op: an op type, an added bias, a scaling."""
-
-
-def _megatron(first: Op, second: Op) -> bool:
-    """Whether a kernel of Megatron-LM runs both."""
-    before = _MEGATRON.get(second.op_type, ())
-    if "bias" in before and _adds_bias(first):
-        return True
-    if "scale" in before and _scales(first):
-        return True
-    if first.op_type in before and "in_steps" not in second.attributes:
-        return True
-    if second.op_type in ("Add", "Where"):
-        residual = _shape(second.outputs[0]) == _shape(second.inputs[0]) == _shape(second.inputs[-1])
-        if _scales(first) and not residual:
-            return True  # towards the mask of a softmax
-        if residual and (first.op_type == "Dropout" or _adds_bias(first)):
-            return True
-    if first.op_type in ("Swish", "Gelu") and second.op_type == "Mul":
-        return True
-    if first.op_type == "SoftmaxGrad" and _scales(second):
-        return True  # scaled_masked_softmax_backward takes the scale, too
-    return first.op_type == "Softmax" and second.op_type == "Cast"
-
-
-def _alone(first: Op, second: Op) -> bool:
-    """Each op is a kernel of its own."""
-    return False
-
-
-def _one_loss(first: Op, second: Op) -> bool:
-    """Logits in the type of the model, and their gradient: flash_attn/losses/cross_entropy.py."""
-    return (first.op_type, second.op_type) in (("Cast", "CrossEntropyLoss"), ("CrossEntropyLossGrad", "Cast"))
-
-
-def _compiled(first: Op, second: Op) -> bool:
-    """Chains of element by element ops and reductions along rows, over equally many elements.
-
-    As torch's inductor joins them (torch/_inductor/scheduler.py: ``can_fuse``).
-    """
-    if second.op_type == "Float8Amax":  # the first stage of its reduction joins what makes its operand
-        return is_pointwise(signature_of(first)) and _elements(first) == _elements(second)
-    for op in (first, second):
-        if not (op.op_type in _ALONG_ROWS or op.op_type in _REARRANGE or is_pointwise(signature_of(op))):
-            return False
-    if first.op_type in _REARRANGE or second.op_type in _REARRANGE:
-        return True
-    return _elements(first) == _elements(second)
-
-
-def _compiled_blocks(first: Op, second: Op) -> bool:
-    """The same but for the loss, which torchtitan did not compile with the blocks (train.py, 9dec370)."""
-    return not {first.op_type, second.op_type} & _OF_LOSSES and _compiled(first, second)
-
-
-_OF_LOSSES = {
-    *("LogSoftmax", "LogSoftmaxGrad", "LogLikelihoodLoss", "LogLikelihoodLossGrad"),
-    *("CrossEntropyLoss", "CrossEntropyLossGrad"),
-}
-
-
-def _elements(op: Op) -> int:
-    values = (*op.inputs, *op.outputs)
-    return max([value.type.size for value in values if isinstance(value.type, Tensor)], default=0)
-
-
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True)
-_EAGER = replace(_TORCH, joins=_alone, norms_twice=True, loss="torch")
+_EAGER = replace(_TORCH, joins=alone, norms_twice=True, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
     name="fused",
-    joins=_megatron,
+    joins=megatron,
     rotary="one",
     interiors=True,
     loss="megatron",
@@ -336,17 +184,17 @@ KERNELS = {
         replace(
             _EAGER,
             name="eager_loss",
-            joins=_one_loss,
+            joins=one_loss,
             loss="one",
             interiors=True,
             products="copied",
             launched_as="eager",
         ),
-        replace(_TORCH, name="compiled", joins=_compiled, interiors=True),
+        replace(_TORCH, name="compiled", joins=compiled, interiors=True),
         replace(
             _TORCH,
             name="compiled_complex",
-            joins=_compiled,
+            joins=compiled,
             interiors=True,
             rotary="complex",
             launched_as="compiled",
@@ -354,7 +202,7 @@ KERNELS = {
         replace(
             _TORCH,
             name="compiled_blocks",
-            joins=_compiled_blocks,
+            joins=compiled_blocks,
             interiors=True,
             loss="torch",
             rotary="complex",
