@@ -21,6 +21,7 @@ from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
 from distsim.transforms.data_parallel.zero import zero
+from distsim.transforms.gradient_passes import unscale_first
 from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.kernels.products import gradients_apart
@@ -180,7 +181,8 @@ class _KeptCuts:
         kind, ulysses = parse_cp_kind(key.cp_kind)
         mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
         local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
-        apart = gradients_apart(losses_apart(local.function, key.kernels), key.kernels, key.tp_overlap)
+        apart = losses_apart(unscale_first(local.function, key.kernels), key.kernels)
+        apart = gradients_apart(apart, key.kernels, key.tp_overlap)
         # Parts of gradients that are divided are summed as they are: no buffer of zeros has all of them.
         kernels = key.kernels if key.zero < 2 else replace(key.kernels, zeroed="no", products_add=False)
         local = replace(local, function=apart, kernels=kernels, buckets=key.buckets)

@@ -1,7 +1,8 @@
 """What stands between the gradients and the optimizer: their norm over all parameters, and a common factor.
 
 ``SquareSum(x)`` is the sum of squares in float32, ``GradientFactor(total; clip, loss_scale)`` what every
-gradient is multiplied by, and ``ScaleGradient(x, factor; to)`` that product, of the type ``to``.
+gradient is multiplied by, and ``ScaleGradient(x, factor; to)`` that product, of the type ``to``;
+``ScaleGradient(x; to, factor)`` is that with a number which is known.
 
 The norm is clipped as torch.nn.utils.clip_grad_norm_ does it (Pascanu et al. 2013): by clip / (norm + 1e-6)
 if that is less than 1. A gradient of a loss that was scaled is divided by ``loss_scale`` (Micikevicius et al.
@@ -101,22 +102,24 @@ register(
 
 
 def _scale_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    arity("ScaleGradient", inputs, 2)
-    if inputs[1].shape:
+    known = "factor" in attributes
+    arity("ScaleGradient", inputs, 1 if known else 2)
+    if not known and inputs[1].shape:
         raise TypeRuleError(f"ScaleGradient: the factor must be a scalar, not {inputs[1]}")
     to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
     return (Tensor(to, inputs[0].shape, common_device("ScaleGradient", inputs)),)
 
 
 def _scale(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    grad, factor = arrays
+    grad = arrays[0]
+    factor = attributes["factor"] if "factor" in attributes else arrays[1]
     made = widened(grad) * factor if factor != 0 else np.zeros(grad.shape)
     return [made.astype(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]), copy=False)]
 
 
 def _scale_sharding(signature: Signature) -> ShardingRule:
-    dims = letters(signature.inputs[0].rank)
-    return ShardingRule((dims, ()), (dims,))
+    dims, *rest = letters(signature.inputs[0].rank), *signature.inputs[1:]
+    return ShardingRule((dims, *[() for _ in rest]), (dims,))
 
 
 register(

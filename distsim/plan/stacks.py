@@ -137,7 +137,7 @@ STACKS = {
             "default recipe, delayed",
         ),
         Stack(
-            *("deepspeed", "mixed_bf16_grads", "flash2", "eager", "none", "adamw", None),
+            *("deepspeed", "mixed_bf16_grads", "flash2", "eager_deepspeed", "none", "adamw", None),
             source="DeepSpeed, runtime/config.py: bf16 with float32 master weights, gradients in the type of "
             "training, gradient_clipping 0; attention and checkpointing are the model's; "
             "runtime/zero/config.py: reduce_bucket_size 5e8, overlap_comm with stage 3 only",
@@ -161,7 +161,7 @@ STACKS = {
             },
         ),
         Stack(
-            *("deepspeed_2021", "mixed_fp16", "math", "eager", "none", "adamw", None),
+            *("deepspeed_2021", "mixed_fp16", "math", "eager_deepspeed", "none", "adamw", None),
             source="DeepSpeed of April 2021 (fbece50b), runtime/zero/constants.py: fp16, no clipping, as "
             "deepspeed of stages 1 and 2; stage3.py and partition_parameters.py: parameters are gathered one "
             "by one, each into a list of a tensor a rank; before each and after those of a module the "

@@ -9,6 +9,7 @@ from distsim.ir.function import Op
 from distsim.ir.type import Tensor
 from distsim.ir.value import Value
 from distsim.ops import Signature, operator, sharding_rule, signature_of, work
+from distsim.ops.kernel import MULTI_TENSOR
 
 Joins = Callable[[Op, Op], bool]
 """(op, one that reads its result) -> whether one kernel may run both."""
@@ -50,6 +51,8 @@ def fusible(op: Op) -> bool:
     """Whether an op is a kernel that can be a part of another."""
     meaning = operator(op.op_type)
     if op.subfunctions or not op.inputs or meaning.communication is not None or meaning.in_place:
+        return False
+    if op.op_type in MULTI_TENSOR:  # no compiler sees what runs between backward and update
         return False
     if not meaning.computes:
         return False

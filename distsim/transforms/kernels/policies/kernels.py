@@ -80,6 +80,8 @@ class Kernels:
     ``receiving``: what waits for another stage, of :data:`RECEIVING`
     (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each gradient in
     float16 whether it overflowed, and ``reads_norm``: by what all gradients are multiplied (the same).
+    ``unscales_first``: the loss scale is taken out of gradients by a pass of its own before their norm is
+    taken (:mod:`distsim.transforms.gradient_passes`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -107,6 +109,7 @@ class Kernels:
     receiving: str = "stream"
     checks_gradients: bool = False
     reads_norm: bool = False
+    unscales_first: bool = False
     launched_as: str = ""
 
     def with_chunks(self, chunks: int) -> Kernels:
@@ -127,7 +130,7 @@ class Kernels:
         return (kernels_named, (self.name,)) if named else super().__reduce_ex__(protocol)
 
 
-_TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True)
+_TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True, unscales_first=True)
 _EAGER = replace(_TORCH, joins=alone, norms_twice=True, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
@@ -170,7 +173,9 @@ KERNELS = {
             waiting="everywhere",
             receiving="stream",
             checks_gradients=True,
+            unscales_first=False,
         ),
+        replace(_EAGER, name="eager_deepspeed", unscales_first=False, launched_as="eager"),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
         replace(
             _EAGER,
@@ -211,7 +216,8 @@ KERNELS = {
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op by
-op; ``eager_complex``: the same, but rotary embeddings multiply complex numbers in float32 (torchtitan);
+op; ``eager_deepspeed``: the same, but gradients are unscaled and clipped at once (DeepSpeed);
+``eager_complex``: as ``eager``, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
 reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
 Megatron-LM has by default, products that add to sums of gradients among them; ``fused_loss``: with that of

@@ -1,0 +1,89 @@
+"""Passes over all gradients before the update: the loss scale is taken out of them ahead of their norm.
+
+A loss in float16 is scaled, so its gradients are (:mod:`distsim.ops.clipping`). What takes that out reads and
+writes all of them, and so does what clips them to a norm. Frameworks differ in whether these are one pass:
+
+- Megatron-LM unscales all gradients, and looks for what is not finite, by one multi-tensor kernel; then it
+  takes their norm, and multiplies them by another one if the norm is over the limit (6985e58 of April 2021
+  and core 0.12, optimizer/optimizer.py: ``_unscale_main_grads_and_check_for_nan``,
+  ``torch._amp_foreach_non_finite_check_and_unscale_``; optimizer/clip_grads.py: ``multi_tensor_l2norm``,
+  ``if clip_coeff < 1.0``, ``multi_tensor_scale``). So does torch's ``GradScaler``, whose ``unscale_`` comes
+  before ``clip_grad_norm_`` (0202916b, torch/amp/grad_scaler.py: ``_unscale_grads_``).
+- DeepSpeed takes the norm of scaled gradients and multiplies once, by a factor that has both (fbece50b of
+  April 2021, runtime/zero/stage2.py and stage3.py, and v0.9.5, stage_1_and_2.py: ``unscale_and_clip_grads``,
+  ``combined_scale``).
+
+Whether Megatron-LM multiplies depends on the step: **the norm is assumed to be over the limit**, with and
+without a loss scale, as nothing here says what gradients are. What torch and nanotron run multiplies whatever
+the norm is (4796d2d9, optim/clip_grads.py: ``clip_coef_clamped``). Without clipping there is one pass in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+from distsim.cache import Cache
+from distsim.ir import Attributes, Environment, Function, Op, Value, rewire_op, rewrite
+from distsim.ir.type import as_tensor
+from distsim.ops.clipping import sums_squares
+from distsim.transforms.autodiff.set_precision import cast_number
+from distsim.transforms.kernels import Kernels
+
+_FACTOR, _SCALE = "GradientFactor", "ScaleGradient"
+_UNSCALED = Cache[Function, Function | None](
+    "functions whose gradients are unscaled before their norm, by function", 2
+)
+
+
+def unscale_first(function: Function, kernels: Kernels) -> Function:
+    """Return the joint function in which gradients are unscaled, by a pass of its own, before their norm.
+
+    It is the function itself for policies that unscale and clip at once, and where gradients are not scaled,
+    or not clipped. Made once per function, of what a rank runs: pipelines cut it after that.
+    """
+    if not kernels.unscales_first:
+        return function
+    return _UNSCALED.get(function, None, lambda: _unscaled(function)) or function
+
+
+def _unscaled(function: Function) -> Function | None:
+    """Return the rewritten function, or None: what is kept does not hold its key."""
+    factor = next((op for op in function.ops if op.op_type == _FACTOR), None)
+    if factor is None or not {"clip", "loss_scale"} <= factor.attributes.keys():
+        return None
+    return rewrite(function, _Unscaling(function, factor).change)
+
+
+class _Unscaling:
+    """Writes a function in which each gradient is unscaled before the first op that reads it for its norm,
+    or for the update."""
+
+    def __init__(self, function: Function, factor: Op) -> None:
+        self.factor = factor
+        self.by = 1.0 / factor.attributes["loss_scale"]
+        self.gradients = {value for op in function.ops for value in self._read_by(op)}
+        self.unscaled: dict[Value, Value] = {}
+
+    def _read_by(self, op: Op) -> tuple[Value, ...]:
+        """Return the gradients whose squares an op sums, or that it multiplies by the factor."""
+        if op.op_type == "SquareSum" or sums_squares(op):
+            return op.inputs
+        if self.factor.outputs[0] not in op.inputs:
+            return ()
+        if not op.is_call:
+            return op.inputs[:1] if op.op_type == _SCALE else ()
+        scaled = {part.inputs[0] for part in op.callee.ops if part.op_type == _SCALE}
+        return tuple([value for value, own in zip(op.inputs, op.callee.inputs, strict=True) if own in scaled])
+
+    def change(self, op: Op, env: Environment) -> Iterator[Op]:
+        for value in dict.fromkeys(self._read_by(op)):
+            if value not in self.unscaled:
+                type_ = as_tensor(value.type, value.name)
+                made = self.unscaled[value] = Value(value.name, type_)
+                given = Attributes({"to": cast_number(type_.dtype), "factor": self.by})
+                yield Op(_SCALE, (env.get(value, value),), (made,), given)
+        if op is self.factor:
+            left = {name: number for name, number in op.attributes.items() if name != "loss_scale"}
+            op = replace(op, attributes=Attributes(left))
+        yield rewire_op(op, {**env, **{v: self.unscaled[v] for v in self._read_by(op)}})
