@@ -1,6 +1,7 @@
-"""Passes over all gradients before the update: unscaled, and clipped."""
+"""Passes over all gradients before the update: divided by the ranks of the data, unscaled, clipped."""
 
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -14,13 +15,18 @@ from training_models import (
 )
 
 from distsim.compose import build_program, parallelize
+from distsim.cost import CostModel
+from distsim.errors import TypeRuleError
+from distsim.hardware import load_cluster
 from distsim.interpret import SequentialExecutor
-from distsim.ir import Role, all_ops
-from distsim.ops import op_label, signature_of, work
+from distsim.ir import Attributes, Float16, Float32, Role, Tensor, all_ops
+from distsim.ops import op_label, operator, signature_of, work
 from distsim.plan import Plan
 from distsim.plan.stacks import STACKS
+from distsim.simulation import Simulator
 from distsim.transforms import Adam, differentiate
 from distsim.transforms.autodiff.precision import precision_named
+from distsim.transforms.data_parallel.gradient_buckets import REDUCTIONS
 from distsim.transforms.kernels import KERNELS
 
 TWICE = ("fused", "fused_2021", "fused_2022", "eager", "eager_waiting", "compiled")
@@ -70,6 +76,59 @@ def test_gradients_are_multiplied_as_often_as_the_framework_does(kernels, precis
 def test_every_rank_computes_the_same_step(text):
     """That of the joint function, which unscales and clips at once."""
     computed_over_ranks(training("fp32:loss_scale=1024", 1e-3), Plan.parse(text), "fused_2021")
+
+
+@pytest.mark.parametrize(
+    ("kernels", "text", "buckets", "times"),
+    [
+        ("fused", "dp=2,microbatches=2,bucket=megatron,overlap_grads=off", 1, 1),
+        ("fused_2021", "dp=2,pp=2,zero=1,microbatches=2,bucket=megatron,overlap_grads=off", 2, 1),
+        ("fused", "dp=2,microbatches=2,bucket=1000,overlap_grads=on", None, 1),
+        ("eager_deepspeed", "dp=2,zero=2,microbatches=4,bucket=deepspeed,overlap_grads=off", 4, 4),
+        ("fused_deepspeed", "dp=2,zero=1,bucket=nanotron,overlap_grads=off", 1, 1),
+        ("fused", "dp=2,zero=3", 0, 0),
+        ("eager_waiting", "dp=2,zero=1,bucket=nanotron,overlap_grads=off", 0, 0),
+        ("eager", "dp=2,microbatches=2", 0, 0),
+        ("fused", "microbatches=2", 0, 0),
+    ],
+)
+def test_a_kernel_a_bucket_divides_it_by_the_ranks(kernels, text, buckets, times):
+    """It reads and writes each element as it is sent, in its place, and the ranks compute the same step."""
+    joint = differentiate(small_gpt(batch=8), Adam())
+    program = computed_over_ranks(joint, Plan.parse(text), kernels)
+    ops = list(all_ops(program.to_function()))
+    found = [op for op in ops if op.op_type == "AverageGradients"]
+    assert len(found) == buckets or (buckets is None and len(found) > 2)
+    whole = sum(value.type.nbytes for value in joint.inputs if value.role is Role.PARAMETER)
+    read = sum(work(signature_of(op)).bytes_read for op in found)
+    assert read == sum(work(signature_of(op)).bytes_written for op in found) == whole * times
+    sums = [op for op in ops if op.op_type in REDUCTIONS]
+    made = {value for op in found for value in op.outputs}
+    assert len(found) == sum(made.issuperset(op.inputs) for op in sums)
+
+
+@pytest.mark.parametrize("kernels", ["fused", "eager_deepspeed"])
+def test_a_step_takes_as_much_longer_as_the_pass_over_its_buffer(kernels):
+    topology = load_cluster("dgx-a100")
+    plan, policy = Plan.parse("dp=2,bucket=megatron,overlap_grads=off"), KERNELS[kernels]
+    joint, times = training("fp32", None), []
+    costs, passes = CostModel(topology), list[float]()
+    for each in (policy, replace(policy, averages=False)):
+        program = parallelize(joint, plan, topology, costs, kernels=each)
+        times.append(Simulator(costs).simulate(program).step_time)
+        ops = [op for op in all_ops(program.to_function()) if op.op_type == "AverageGradients"]
+        passes += [costs.seconds(signature_of(op), topology.devices[:1]) for op in ops]
+    averaged, plain = times
+    (one,) = passes
+    assert one > 0 and averaged == pytest.approx(plain + one, rel=1e-9)
+
+
+def test_a_buffer_that_is_divided_is_of_one_type():
+    wide, narrow = (Tensor(dtype, (4,)) for dtype in (Float32(), Float16()))
+    operator("AverageGradients").types(Attributes(), (wide, wide))
+    for inputs, said in (((), "none given"), ((wide, narrow), "one element type")):
+        with pytest.raises(TypeRuleError, match=said):
+            operator("AverageGradients").types(Attributes(), inputs)
 
 
 def test_a_step_that_overflows_moves_no_weight_by_its_gradient():

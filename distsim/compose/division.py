@@ -99,6 +99,7 @@ class Division(NamedTuple):
             early, ahead = plan.overlap_grads == "on", plan.overlap_params == "on"
             blocking = plan.reshard == "blocking"
             buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero, ahead, blocking)
+            buckets = replace(buckets, averaged=kernels.averages and not buckets.layers)
             divided = plan.zero, plan.resharding, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)

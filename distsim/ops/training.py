@@ -215,5 +215,31 @@ register(
 )
 
 
+# AverageGradients(gradients...; in_place): the buffer of a bucket as it is divided by the ranks of the data
+# before these sum it. ``N`` of a loss is that of all ranks, so their sum is the mean as it is, and no number
+# changes here; the kernel that divides reads and writes all of it.
+
+AVERAGE = "AverageGradients"
+
+
+def _average_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if not inputs:
+        raise TypeRuleError(f"{AVERAGE} divides the gradients of a bucket; none given")
+    common_device(AVERAGE, inputs)
+    if len({tensor.dtype for tensor in inputs}) > 1:
+        raise TypeRuleError(f"{AVERAGE} divides a buffer of one element type, not {[*map(str, inputs)]}")
+    return inputs
+
+
+register(
+    Operator(
+        AVERAGE,
+        types=_average_types,
+        compute=lambda attributes, arrays: list(arrays),
+        work=lambda s: memory_bound(s, 1.0),
+    )
+)
+
+
 LOSSES = ("CrossEntropyLoss", "CrossEntropyLossGrad", "Loss", "LossGrad")
 """Operators whose first two inputs carry the batch in dimension 0 and whose ``N`` counts the global batch."""

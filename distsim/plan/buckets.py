@@ -59,7 +59,8 @@ class Buckets:
     ``held``: see :class:`Fill`. ``blocking``: the parameters of a layer are gathered one by one, when it
     comes to them. ``listed``: new parameters are gathered into lists of a slice of each a rank, and
     gradients of which a rank needs a part are summed whole. ``copied``: parameters are copied out of the
-    buffer into which they are gathered, gradients into the one that is scattered.
+    buffer into which they are gathered, gradients into the one that is scattered. ``averaged``: a kernel
+    divides each bucket by the ranks before it is sent (:mod:`distsim.transforms.gradient_passes`).
     """
 
     limit: int
@@ -72,6 +73,7 @@ class Buckets:
     held: float = 0.0
     listed: bool = False
     copied: bool = False
+    averaged: bool = False
 
 
 def parse_bucket(text: object) -> Fill:

@@ -1,4 +1,24 @@
-"""Passes over all gradients before the update: the loss scale is taken out of them ahead of their norm.
+"""Passes over all gradients before the update: divided by the ranks of the data, unscaled, clipped.
+
+Gradients are averaged over data-parallel ranks. NCCL does so as it sums (``ReduceOp.AVG``) for torch's FSDP2
+(010ae4a8, distributed/fsdp/_fully_shard/_fsdp_collectives.py: ``_get_gradient_divide_factors``, but for
+float16) and nanotron (4796d2d9, optim/gradient_accumulator.py: ``reduce_op``). Others divide by a kernel of
+their own, which reads and writes the buffer that is sent, on the stream of the computation:
+
+- Megatron-LM before it is sent, one kernel a buffer (6985e58 of April 2021, megatron/model/distributed.py:
+  ``buffer_.data /= mpu.get_data_parallel_world_size()``, or ``coalesced /=``; its distributed optimizer since
+  March 2022, optimizer/distrib_optimizer.py: ``gbuf /= data_parallel_world_size``), or a bucket (25c7eb28 of
+  October 2023, core/distributed/grad_buffer.py; core 0.12, param_and_grad_buffer.py, ``start_grad_sync``:
+  ``bucket.grad_data *= bucket.gradient_scaling_factor``, unless ``--ddp-average-in-collective`` is given);
+- DeepSpeed one a bucket: with ZeRO 1 and 2 before it is sent (fbece50b of April 2021, runtime/zero/stage2.py,
+  and v0.9.5, stage_1_and_2.py, ``average_tensor``: ``tensor.div_``), without it and in its pipelines after
+  that (b005db86 and v0.9.5, runtime/engine.py, ``allreduce_bucket``: ``tensor_to_allreduce.mul_``), which is
+  taken as before here.
+
+torch's DDP divides as it copies gradients into its buckets; FSDP1 (00ae0bc9, _runtime_utils.py, stream
+``post_backward``; 07b3040a, algorithms/_comm_hooks/default_hooks.py: ``grad.div_``) and DeepSpeed's ZeRO-3
+(fbece50b, stage3.py: ``reduction_stream``) do so on a stream beside the computation. None of these is
+counted, nor are divisions by a single rank, which Megatron-LM did until May 2024 (795b45cc).
 
 A loss in float16 is scaled, so its gradients are (:mod:`distsim.ops.clipping`). What takes that out reads and
 writes all of them, and so does what clips them to a norm. Frameworks differ in whether these are one pass:
@@ -27,6 +47,7 @@ from distsim.cache import Cache
 from distsim.ir import Attributes, Environment, Function, Op, Value, rewire_op, rewrite
 from distsim.ir.type import as_tensor
 from distsim.ops.clipping import sums_squares
+from distsim.ops.training import AVERAGE
 from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels import Kernels
 
@@ -34,6 +55,13 @@ _FACTOR, _SCALE = "GradientFactor", "ScaleGradient"
 _UNSCALED = Cache[Function, Function | None](
     "functions whose gradients are unscaled before their norm, by function", 2
 )
+
+
+def averaged(reduction: Op) -> list[Op]:
+    """Return the op that divides a bucket by the ranks, where it lies, and the op that sums it over them."""
+    divided = tuple([Value(value.name, value.type) for value in reduction.inputs])
+    pass_ = Op(AVERAGE, reduction.inputs, divided, Attributes({"in_place": True}))
+    return [pass_, replace(reduction, inputs=divided)]
 
 
 def unscale_first(function: Function, kernels: Kernels) -> Function:

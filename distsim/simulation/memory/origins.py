@@ -22,7 +22,7 @@ OTHER = "other"
 
 _OF_INPUTS = {Role.PARAMETER: "weights", Role.STATE: "state", Role.CONSTANT: "constants", Role.INPUT: "data"}
 _MOVES = frozenset(("Cast", "Concat", "Expand", "Identity", "Send", "Slice", "Split", "Transpose"))
-_MOVES_EACH = frozenset(("CopyIn", "CopyOut"))
+_MOVES_EACH = frozenset(("AverageGradients", "CopyIn", "CopyOut"))
 """What does so to several values, each of which has its result."""
 
 _OUTPUTS = Cache[Function, tuple[Origin, ...]]("the origins of what a function returns, by function", 1)

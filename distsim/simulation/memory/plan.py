@@ -12,6 +12,7 @@ from distsim.ir import Function, Op, Value, substitute
 from distsim.ops import operator
 from distsim.ops.coalescing import moved_values
 from distsim.ops.replaced import replaced_by
+from distsim.ops.training import AVERAGE
 from distsim.resizing import likeness_of
 from distsim.simulation.tasks.rank_classes import place_of
 
@@ -64,7 +65,7 @@ Places = tuple[int, ...]
 _PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], MemoryPlan]] = WeakKeyDictionary()
 _GRADIENTS: WeakKeyDictionary[Function, tuple[int, ...]] = WeakKeyDictionary()
 
-_OF_GRADIENTS = frozenset(("Add", "Pad", "CopyIn", "GradientCast", "GradientCopy", "ScaleGradient"))
+_OF_GRADIENTS = frozenset(("Add", AVERAGE, "Pad", "CopyIn", "GradientCast", "GradientCopy", "ScaleGradient"))
 """What makes a gradient, besides views and collectives, makes it of gradients."""
 
 
@@ -124,7 +125,7 @@ def first_places(homes: Sequence[Value]) -> tuple[int, ...]:
 
 def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[Value]:
     """Return the values that in-place ops read, directly or through collectives, views, Pad,
-    CopyIn, GradientCast, GradientCopy, ScaleGradient and additions.
+    AverageGradients, CopyIn, GradientCast, GradientCopy, ScaleGradient and additions.
 
     In-place ops are the optimizers and the sum over microbatches: but for what they overwrite,
     parameters and optimizer state, these values are gradients. So are those that lead to ``returned``.

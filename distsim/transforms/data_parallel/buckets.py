@@ -26,6 +26,7 @@ from distsim.transforms.data_parallel.gradient_buckets import (
     gradient_buckets,
     grouped,
 )
+from distsim.transforms.gradient_passes import averaged
 from distsim.transforms.op_graph import Numbered, StageMap
 
 
@@ -217,10 +218,14 @@ class _BucketWriter:
                 sent = [*copied_in(op, sources, self.sent.get(stage)), *sent]
             if stage >= 0:  # what is reduced once a step waits for nothing of a microbatch
                 self.sent[stage] = first[-1].outputs[0]
+        if self.buckets.averaged:
+            count = len(in_messages(inner))
+            sent = [*[each for op in sent[:count] for each in averaged(op)], *sent[count:]]
         if not self.buckets.listed:
             return sent
         whole = [Attributes({**op.attributes, "whole": 1}) for op in sent]
-        return [replace(op, attributes=own) for op, own in zip(sent, whole, strict=True)]
+        pairs = zip(sent, whole, strict=True)
+        return [replace(op, attributes=own) if op.op_type in REDUCTIONS else op for op, own in pairs]
 
     def _write_waiting(self, stage: int) -> None:
         """Write what waited on a stage for buckets that have been sent."""

@@ -173,7 +173,7 @@ def _origins(block: Block) -> dict[Value, Value]:
     """Return of which key of a block a value is what was read, waited for, or summed over ranks."""
     found = dict(zip(block.function.inputs, block.inputs, strict=True))
     for op in block.function.ops:
-        if op.op_type in ("MPIAllreduce", "OptimizationBarrier", "Reshape"):
+        if op.op_type in ("AverageGradients", "MPIAllreduce", "OptimizationBarrier", "Reshape"):
             given = zip(op.outputs, op.inputs, strict=False)
             found |= {made: found[read] for made, read in given if read in found}
     return found

@@ -81,7 +81,8 @@ class Kernels:
     (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each gradient in
     float16 whether it overflowed, and ``reads_norm``: by what all gradients are multiplied (the same).
     ``unscales_first``: the loss scale is taken out of gradients by a pass of its own before their norm is
-    taken (:mod:`distsim.transforms.gradient_passes`).
+    taken, and ``averages``: gradients are divided by the ranks of the data by one before these sum them
+    (:mod:`distsim.transforms.gradient_passes`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -110,6 +111,7 @@ class Kernels:
     checks_gradients: bool = False
     reads_norm: bool = False
     unscales_first: bool = False
+    averages: bool = False
     launched_as: str = ""
 
     def with_chunks(self, chunks: int) -> Kernels:
@@ -147,6 +149,7 @@ _MEGATRON_LM = replace(
     turns=False,
     receiving="single",
     reads_norm=True,
+    averages=True,
     launched_as="fused",
 )
 _MEGATRON_OF_2023 = replace(_MEGATRON_LM, name="fused_waiting", waiting="everywhere", receiving="device")
@@ -175,7 +178,7 @@ KERNELS = {
             checks_gradients=True,
             unscales_first=False,
         ),
-        replace(_EAGER, name="eager_deepspeed", unscales_first=False, launched_as="eager"),
+        replace(_EAGER, name="eager_deepspeed", unscales_first=False, averages=True, launched_as="eager"),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
         replace(
             _EAGER,
@@ -216,7 +219,8 @@ KERNELS = {
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op by
-op; ``eager_deepspeed``: the same, but gradients are unscaled and clipped at once (DeepSpeed);
+op; ``eager_deepspeed``: the same, but gradients are unscaled and clipped at once, and
+divided by the ranks by a pass of its own (DeepSpeed);
 ``eager_complex``: as ``eager``, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
 reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
