@@ -180,8 +180,14 @@ def main() -> int:
     except DistsimError as error:
         print(error, file=sys.stderr)
         return 2
-    rows = Rows(table, max(given.workers, 1))
-    print(f"{len(rows.rows)} of {len(table)} rows are laid out", file=sys.stderr)
+    with Rows(table, max(given.workers, 1)) as rows:
+        print(f"{len(rows.rows)} of {len(table)} rows are laid out", file=sys.stderr)
+        fit_and_write(rows, judge, given)
+    return 0
+
+
+def fit_and_write(rows: Rows, judge: Sequence[Row], given: argparse.Namespace) -> None:
+    """Fit, print and write what the command line asks for."""
     found = fit(rows, lambda text: print(text, file=sys.stderr))
     _, covariance = found.solve(np.ones(len(rows.rows), np.bool_))
     figures = print_figures(found, covariance)
@@ -198,10 +204,10 @@ def main() -> int:
     print(f"spread {known.spread:.4f} beside what the figures leave open")
     unseen = print_unseen(rows, found, known, rows, "with the source left out")
     if judge:
-        judged = Rows(judge, max(given.workers, 1))
-        print(f"\n{len(judged.rows)} of {len(judge)} judged rows are laid out")
-        name = ", ".join(map(str, given.judge))
-        print_unseen(rows, found, known, judged, f"of {name}, with the source left out")
+        with Rows(judge, max(given.workers, 1)) as judged:
+            print(f"\n{len(judged.rows)} of {len(judge)} judged rows are laid out")
+            name = ", ".join(map(str, given.judge))
+            print_unseen(rows, found, known, judged, f"of {name}, with the source left out")
     given.out.mkdir(parents=True, exist_ok=True)
     write_table(given.out / "calibration.csv", figures)
     write_rows(given.out / "calibration_rows.csv", rows, fitted, unseen)
@@ -210,7 +216,6 @@ def main() -> int:
         print(f"left out: {row_id}: {why}")
     if given.write:
         write_presets(known)
-    return 0
 
 
 def print_figures(found: Fit, covariance: Floats) -> list[dict[str, str]]:

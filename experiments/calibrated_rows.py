@@ -7,8 +7,11 @@ import multiprocessing
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
+from typing import Self
 
 import numpy as np
 import numpy.typing as npt
@@ -83,6 +86,7 @@ def serve(rows: Sequence[Row], end: Connection) -> None:
     end.send([assumed_variance(each) for each in laid if not isinstance(each, str)])
     while (values := end.recv()) is not None:
         end.send([seconds_of(each, values) for each in laid if not isinstance(each, str)])
+    end.close()
 
 
 def assumed_variance(laid: Laid) -> float:
@@ -100,7 +104,11 @@ def seconds_of(laid: Laid, values: Mapping[str, float]) -> float:
 
 
 class Rows:
-    """Rows, laid out over processes: those that can be, what was measured, and what figures predict."""
+    """Rows, laid out over processes: those that can be, what was measured, and what figures predict.
+
+    A context, at whose end the processes end. Without it they end with an error, EOFError, when this process
+    does: daemons are ended only after the connections on which they wait.
+    """
 
     def __init__(self, rows: Sequence[Row], workers: int) -> None:
         context = multiprocessing.get_context("spawn")
@@ -108,15 +116,30 @@ class Rows:
         size = -(-len(order) // workers)
         parts = [order[first : first + size] for first in range(0, len(order), size)]
         self._ends: list[Connection] = []
+        self._processes: list[SpawnProcess] = []
         for part in parts:
             here, there = context.Pipe()
-            context.Process(target=serve, args=(part, there), daemon=True).start()
+            process = context.Process(target=serve, args=(part, there), daemon=True)
+            process.start()
+            there.close()  # a process that dies is the end of what it sends then
             self._ends.append(here)
+            self._processes.append(process)
         missing = [why for end in self._ends for why in end.recv()]
         self.left_out = [(row["id"], why) for row, why in zip(order, missing, strict=True) if why]
         self.rows = [row for row, why in zip(order, missing, strict=True) if not why]
         self.assumed = np.array([each for end in self._ends for each in end.recv()])
         self.measured = np.array([measured(row, "iter_time_s") or math.nan for row in self.rows])
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for end in self._ends:
+            with suppress(BrokenPipeError):  # of one that has died
+                end.send(None)
+            end.close()
+        for process in self._processes:
+            process.join()
 
     def predict(self, logs: Floats) -> Floats:
         """Return the seconds of each row for the logarithms of all figures over their priors."""
