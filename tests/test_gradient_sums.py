@@ -72,10 +72,11 @@ def test_one_kernel_fills_a_buffer_of_zeros_to_which_each_microbatch_adds(microb
         *[("fused_2021", "mixed", True), ("fused_2021", "mixed_fp16", False)],
         *[("fused_2022", "mixed_fp16", True), ("fused", "mixed_fp16", True)],
         *[("fused_deepspeed", "mixed_fp16", False), ("eager", "mixed", False)],
+        *[("eager_deepspeed", "mixed", True), ("eager_deepspeed", "mixed_bf16_grads", False)],
     ],
 )
 def test_which_sums_begin_as_zeros(kernels, precision, zeros):
-    """Megatron-LM's until August 2021 where they have another type, nanotron's there alone; others' never."""
+    """Megatron-LM's until August 2021 where they have another type, DeepSpeed's and nanotron's there alone."""
     assert bool(ops_of(program_of(kernels=kernels, precision=precision), "ZeroSums")) == zeros
 
 

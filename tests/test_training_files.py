@@ -347,6 +347,20 @@ def test_deepspeed_says_buckets_types_and_batches(tmp_path):
     assert (config.stack.clip, config.unknown) == (0.5, ("zzz",))
 
 
+def test_deepspeed_in_bfloat16_without_zero_sums_in_float32_and_divides_state(tmp_path):
+    """BF16_Optimizer, which data_types choose where no stage of ZeRO is given."""
+    for stage, name, precision, said in (
+        (0, "deepspeed_bf16", "mixed", "zero=1,bucket=nanotron,overlap_grads=off"),
+        (1, "deepspeed", "mixed_bf16_grads", "zero=1,bucket=deepspeed,overlap_grads=off"),
+    ):
+        table = {"train_batch_size": 8, "bf16": {"enabled": True}, "zero_optimization": {"stage": stage}}
+        config = read_deepspeed(written(tmp_path, json.dumps(table), "ds.json"))
+        assert (config.stack.name, config.stack.precision) == (name, precision)
+        assert plan(config, 8) == Plan.parse(f"dp=8,{said},remat=none")
+    alone = written(tmp_path, '{"bf16": {"enabled": true}, "train_batch_size": 8}', "ds.json")
+    assert plan(read_deepspeed(alone), 1) == Plan.parse("remat=none")
+
+
 def test_batches_that_do_not_divide_say_what_would():
     with says(PlanError, "batch of 10", "dp=4", "--batch 8"):
         BatchSizes(10, 2).of(4)

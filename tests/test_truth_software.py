@@ -58,22 +58,24 @@ def test_deepspeed_runs_a_step_of_megatron_where_zero_is_named(zero, stack, kern
 
 
 @pytest.mark.parametrize(
-    ("zero", "pp", "precision", "pipeline"),
+    ("zero", "pp", "precision", "name"),
     [
-        *[(zero, "2", "bf16", True) for zero in ("0", "1")],
-        *[("1", "1", "bf16", False), ("1", "2", "fp16", False), ("2", "2", "bf16", False)],
+        *[(zero, "2", "bf16", "deepspeed_pipeline") for zero in ("0", "1")],
+        ("0", "1", "bf16", "deepspeed_bf16"),
+        *[("1", "1", "bf16", "deepspeed"), ("1", "2", "fp16", "deepspeed"), ("2", "2", "bf16", "deepspeed")],
+        ("0", "1", "fp16", "deepspeed"),
     ],
 )
-def test_deepspeeds_pipelines_in_bfloat16_sum_gradients_in_float32_and_divide_state(
-    zero, pp, precision, pipeline
+def test_deepspeed_in_bfloat16_without_zero_or_with_pipelines_sums_in_float32_and_divides_state(
+    zero, pp, precision, name
 ):
     """BF16_Optimizer is of stage 1, whatever is named; its buffers are summed whole, at the end."""
     row = GPT | {"framework": "Megatron-DeepSpeed 2022-07", "zero": zero, "precision": precision}
     row |= {"pp": pp, "dp": "8", "tp": "1", "n_gpus": str(8 * int(pp))}
     case = case_of(row)
-    assert (case.stack.name == "deepspeed_pipeline") == pipeline
-    assert (case.precision.gradient_sum == Float32()) == pipeline
-    if pipeline:
+    assert case.stack.name == name
+    assert (case.precision.gradient_sum == Float32()) == (name != "deepspeed")
+    if name != "deepspeed":
         assert (case.plan.zero, case.plan.bucket, case.plan.overlap_grads) == (1, "nanotron", "off")
 
 

@@ -138,8 +138,9 @@ STACKS = {
         ),
         Stack(
             *("deepspeed", "mixed_bf16_grads", "flash2", "eager_deepspeed", "none", "adamw", None),
-            source="DeepSpeed, runtime/config.py: bf16 with float32 master weights, gradients in the type of "
-            "training, gradient_clipping 0; attention and checkpointing are the model's; "
+            source="DeepSpeed, runtime/config.py: bf16 with float32 master weights, with ZeRO gradients in "
+            "the type of training (without it: deepspeed_bf16), gradient_clipping 0; attention and "
+            "checkpointing are the model's; "
             "runtime/zero/config.py: reduce_bucket_size 5e8, overlap_comm with stage 3 only",
             plan={zero: {"bucket": "deepspeed", "overlap_grads": "off"} for zero in (0, 1, 2)},
         ),
@@ -159,6 +160,15 @@ STACKS = {
                 0: {"zero": 1, "bucket": "nanotron", "overlap_grads": "off"},
                 1: {"bucket": "nanotron", "overlap_grads": "off"},
             },
+        ),
+        Stack(
+            *("deepspeed_bf16", "mixed", "flash2", "eager_deepspeed", "none", "adamw", None),
+            source="DeepSpeed in bfloat16 without ZeRO, on one stage (v0.9.5, runtime/engine.py: "
+            "get_data_types has gradients summed in float32 unless ZeRO divides something, "
+            "_do_optimizer_sanity_check takes BF16_Optimizer then): as the stack deepspeed_pipeline, the "
+            "optimizer's state is divided and float32 buffers are summed whole at the end "
+            "(buffered_allreduce_fallback), but the model and its kernels are the user's",
+            plan={0: {"zero": 1, "bucket": "nanotron", "overlap_grads": "off"}},
         ),
         Stack(
             *("deepspeed_2021", "mixed_fp16", "math", "eager_deepspeed", "none", "adamw", None),

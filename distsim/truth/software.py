@@ -165,8 +165,8 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
                 and not _is_brain(row)
                 and not eight_bits(row)
             )
-            if name == "deepspeed" and zero < 2 and number(row, "pp", 1) > 1 and _is_brain(row):
-                name = "deepspeed_pipeline"
+            if name == "deepspeed" and _is_brain(row):
+                name = _sums_wide(zero, number(row, "pp", 1))
             stack = STACKS[f"{name}_2021" if old else name]
             if name in framework and name == "torchtitan" and "" < _month(row) < KEYS_GROUPED:
                 stack = STACKS["torchtitan_2025"]
@@ -174,6 +174,14 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
                     stack = replace(stack, optimizer="adamw:kernel=foreach")
             return stack, kernels or stack.kernels
     raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
+
+
+def _sums_wide(zero: int, stages: float) -> str:
+    """Return the stack of DeepSpeed in bfloat16; its BF16_Optimizer, which sums gradients in float32, have
+    pipelines, of ZeRO's stages 0 and 1, and what has neither pipeline nor ZeRO."""
+    if zero < 2 and stages > 1:
+        return "deepspeed_pipeline"
+    return "deepspeed" if zero else "deepspeed_bf16"
 
 
 def _is_brain(row: Row) -> bool:

@@ -80,9 +80,16 @@ def read_deepspeed(path: str | os.PathLike[str]) -> TrainingConfig:
     optimizer = whole.part("optimizer").text("type", "AdamW")
     if optimizer.lower() not in _OPTIMIZERS:
         raise whole.part("optimizer").refusal("type", "one of Adam, AdamW and SGD: others are not simulated")
+    precision, stack = _precision(whole, notes), STACKS["deepspeed"]
+    if not zero and precision in (
+        "mixed_bf16_grads",
+        "mixed",
+    ):  # BF16_Optimizer, whose buffers are summed whole
+        precision, stack = "mixed", STACKS["deepspeed_bf16"]
+        fields |= stack.spread_fields(zero)
     stack = replace(
-        STACKS["deepspeed"],
-        precision=_precision(whole, notes),
+        stack,
+        precision=precision,
         remat="none",
         optimizer=_OPTIMIZERS[optimizer.lower()],
         clip=float(clip) if isinstance(clip, int | float) and clip else None,

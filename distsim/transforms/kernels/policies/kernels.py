@@ -178,7 +178,14 @@ KERNELS = {
             checks_gradients=True,
             unscales_first=False,
         ),
-        replace(_EAGER, name="eager_deepspeed", unscales_first=False, averages=True, launched_as="eager"),
+        replace(
+            _EAGER,
+            name="eager_deepspeed",
+            zeroed="wide",
+            unscales_first=False,
+            averages=True,
+            launched_as="eager",
+        ),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
         replace(
             _EAGER,
@@ -220,7 +227,7 @@ KERNELS = {
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op by
 op; ``eager_deepspeed``: the same, but gradients are unscaled and clipped at once, and
-divided by the ranks by a pass of its own (DeepSpeed);
+divided by the ranks by a pass of its own, and their sums in another type begin as zeros (DeepSpeed);
 ``eager_complex``: as ``eager``, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
 reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
