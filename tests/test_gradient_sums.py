@@ -76,7 +76,7 @@ def test_one_kernel_fills_a_buffer_of_zeros_to_which_each_microbatch_adds(microb
     ],
 )
 def test_which_sums_begin_as_zeros(kernels, precision, zeros):
-    """Megatron-LM's until August 2021 where they have another type, DeepSpeed's and nanotron's there alone."""
+    """Megatron-LM's until August 2021 where they have another type; DeepSpeed's, nanotron's there alone."""
     assert bool(ops_of(program_of(kernels=kernels, precision=precision), "ZeroSums")) == zeros
 
 
