@@ -6,7 +6,7 @@ Of no effect on what comes out, which bounds prove; but the sooner the best are 
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Hashable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from distsim.ir import Function
@@ -21,7 +21,7 @@ UNITS = 4
 class Round(NamedTuple):
     """Plans that are tried next, by what they share, if they are expected ``until`` there at most."""
 
-    units: Sequence[Sequence[Plan]]
+    units: Mapping[Hashable, Sequence[Plan]]
     until: float
 
 
@@ -34,6 +34,7 @@ class PlanQueue:
 
     def __init__(self, plans: Iterable[Plan], evaluator: PlanEvaluator, standing: Standing) -> None:
         self._evaluator, self._unknown, self._rise = evaluator, Standing(), 1.0
+        self._functions: dict[Function, int] = {}
         self._numbers = {plan: number for number, plan in enumerate(plans)}
         self._left = [(self._guess(plan, standing), number, plan) for plan, number in self._numbers.items()]
         heapq.heapify(self._left)
@@ -43,7 +44,7 @@ class PlanQueue:
 
     def round(self, size: int, standing: Standing, found: dict[str, PlanTrial]) -> Round:
         """Take so many plans out; those that are discarded by now are done, and entered in ``found``."""
-        units: dict[tuple[Function, Hashable], list[Plan]] = {}
+        units: dict[Hashable, list[Plan]] = {}
         count, until = 0, 0.0
         while self._left and count < (size if len(units) >= UNITS else 2 * size):
             guess, number, plan = heapq.heappop(self._left)
@@ -55,7 +56,7 @@ class PlanQueue:
             else:
                 units.setdefault(self._division(plan), []).append(plan)
                 count, until = count + 1, max(until, now)
-        return Round(list(units.values()), until)
+        return Round(units, until)
 
     def put_back(self, plans: Iterable[Plan], standing: Standing) -> None:
         """Take plans in again of which more is known now than before."""
@@ -65,11 +66,11 @@ class PlanQueue:
             self._rise = rise if self._rise == 1.0 else min(self._rise, rise)
             heapq.heappush(self._left, (self._guess(plan, standing), self._numbers[plan], plan))
 
-    def _division(self, plan: Plan) -> tuple[Function, Hashable]:
+    def _division(self, plan: Plan) -> Hashable:
         """Return what plans share that one process tries in order."""
         size = (plan.dp * plan.microbatches) if plan.ep == 1 else (plan.dp, plan.microbatches)
-        division = plan.tp, plan.cp, plan.cp_kind, plan.sp, plan.ep, plan.etp, plan.order, size
-        return self._evaluator.problem.model(plan), division
+        function = self._functions.setdefault(self._evaluator.problem.model(plan), len(self._functions))
+        return function, plan.tp, plan.cp, plan.cp_kind, plan.sp, plan.ep, plan.etp, plan.order, size
 
     def _guess(self, plan: Plan, standing: Standing) -> float:
         """Return as what a plan is put in order."""

@@ -10,7 +10,7 @@ after being resumed.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -157,13 +157,14 @@ class SearchRun:
                     size = min(max(ROUND[0], counts.built // 4), ROUND[1])
                     units, until = queue.round(size, standing, found)
                     tried: dict[str, PlanTrial] = {}
-                    for _, trials in workers.run([_unit(plans, known, until) for plans in units], standing):
+                    made = [_unit(plans, known, until, division) for division, plans in units.items()]
+                    for _, trials in workers.run(made, standing):
                         tried.update({trial.text: trial for trial in trials})
                         found.update({trial.text: trial for trial in trials if trial.discarded != LATER})
                         counts.add(trials)
                         if self.watch is not None:
                             self.watch(counts.stand(len(found), len(self.plans)))
-                    chosen = [plan for plans in units for plan in plans]
+                    chosen = [plan for plans in units.values() for plan in plans]
                     for plan in chosen:
                         evaluator.learn(tried[str(plan)], standing)
                     queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
@@ -233,8 +234,11 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     return SearchedStep(*step, peak=peak, state_bytes=parameters + state, topology=problem.topology)
 
 
-def _unit(plans: Sequence[Plan], known: Mapping[str, PlanTrial], until: float) -> PlanUnit:
-    return PlanUnit(tuple(plans), {text: known[text] for text in map(str, plans) if text in known}, until)
+def _unit(
+    plans: Sequence[Plan], known: Mapping[str, PlanTrial], until: float, division: Hashable
+) -> PlanUnit:
+    own = {text: known[text] for text in map(str, plans) if text in known}
+    return PlanUnit(tuple(plans), own, until, division)
 
 
 @dataclass

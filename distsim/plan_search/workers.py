@@ -12,7 +12,7 @@ import pickle
 import signal
 import threading
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -32,12 +32,13 @@ from distsim.plan_search.trial import PlanTrial
 class PlanUnit:
     """Plans that share a division, so one process tries them; what is known of some is not tried again.
 
-    Of those that turn out to be expected above ``until`` none is tried now.
+    Of those that turn out to be expected above ``until`` none is tried now. ``division`` is what they share.
     """
 
     plans: tuple[Plan, ...]
     known: Mapping[str, PlanTrial]
     until: float
+    division: Hashable
 
 
 def _nothing() -> None:
@@ -133,6 +134,9 @@ class _Processes:
         self._before = set(multiprocessing.active_children())
         self._context = multiprocessing.get_context("spawn")
         self._pools = [self._pool() for _ in range(count)]
+        self._last: dict[
+            Hashable, int
+        ] = {}  # the process that has what a division shares
 
     def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
         # The longest first: no process is left with one when the others are done.
@@ -142,7 +146,8 @@ class _Processes:
         died: set[int] = set()
         while waiting or under_way:
             while waiting and free:
-                place, worker = waiting.pop(), free.pop(0)
+                worker = free.pop(0)
+                place = self._next(waiting, units, worker)
                 under_way[self._pools[worker].submit(_run_unit, units[place], standing)] = place, worker
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                 place, worker = under_way.pop(future)
@@ -156,6 +161,15 @@ class _Processes:
                     self._pools[worker] = self._pool()
                     died.add(place)
                     waiting.append(place)
+
+    def _next(self, waiting: list[int], units: Sequence[PlanUnit], worker: int) -> int:
+        """Take out of the places of units that wait what a process had last, or else what no other had."""
+        owners = [self._last.get(units[place].division, worker) for place in waiting]
+        own = [place for place, owner in zip(waiting, owners, strict=True) if owner == worker]
+        place = (own or waiting)[-1]
+        waiting.remove(place)
+        self._last[units[place].division] = worker
+        return place
 
     def _pool(self) -> ProcessPoolExecutor:
         return ProcessPoolExecutor(1, self._context, _begin, (self._problem, self._journal))
