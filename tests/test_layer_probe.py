@@ -4,18 +4,21 @@ import re
 from dataclasses import replace
 
 import pytest
+from decoder_models import small
 from training_models import topology_of
 
 from distsim.importer import load_model
-from distsim.ir import Topology, pformat
+from distsim.ir import Device, Link, Topology, pformat
+from distsim.ir.topology import Level
 from distsim.models import mlp
 from distsim.plan import Plan
+from distsim.plan_search import search
 from distsim.plan_search.bounds.layer_probe import probe_of
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.bounds.short_step import shortened
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.ordering import PlanQueue
-from distsim.plan_search.run import FixedModel, doubtful
+from distsim.plan_search.run import FixedModel, take_doubtful
 from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
@@ -154,5 +157,15 @@ def test_what_was_discarded_by_more_than_layers_turn_out_to_do_is_tried_again(ev
     for plan in plans:
         evaluator.probed(plan, standing)
     standing.best = [evaluator.bound(plans[0], standing)]
-    assert doubtful(plans, evaluator, standing, found) == plans[:1]
+    assert take_doubtful(plans, evaluator, standing, found) == plans[:1]
     assert [*found] == [str(plans[1])]
+
+
+@pytest.mark.parametrize("fields", ["schedule=gpipe", "schedule=interleaved,chunks=1", "schedule=zb_h1"])
+def test_stages_may_begin_where_a_view_alone_reads_what_is_saved(fields):
+    step = differentiate(add_loss(small("llama", 8, num_hidden_layers=6)), Adam())
+    device = Device(0, "gpu", throughput=1e10, dram_bandwidth=1e10, kernel_launch_overhead=1e-6)
+    devices = Topology.hierarchical(device, 4, [Level("link", Link(1e9))])
+    plan = Plan.parse(f"pp=4,microbatches=4,{fields}")
+    (trial,) = search(step, devices, [plan]).trials
+    assert trial.simulated

@@ -261,10 +261,11 @@ class PlanEvaluator:
         if made.sums and plan.microbatches > 2:
             standing.sums[keys.sums] = min(made.sums, standing.sums.get(keys.sums, made.sums))
         if made.layers:
-            if made.saved:
+            if made.saved:  # else some layer has nothing to itself, as its first one has
                 standing.saved[keys.saved] = min(made.saved, standing.saved.get(keys.saved, made.saved))
             if made.pending:
-                standing.pending.setdefault(keys.saved, made.pending)
+                known = standing.pending.get(keys.saved, made.pending)
+                standing.pending[keys.saved] = min(made.pending, known)
             least = standing.forward.get(keys.work, made.products)
             standing.forward[keys.work] = min(made.products, least)
 

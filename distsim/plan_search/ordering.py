@@ -15,11 +15,12 @@ from distsim.plan_search.evaluation import PlanEvaluator, Standing
 from distsim.plan_search.trial import PlanTrial
 
 UNITS = 4
-"""Units of a round, the fewest, while a round has not twice its plans: so there is work for many."""
+"""Units of a round, the fewest, so that there is work for many; but it has no more than twice its plans."""
 
 
 class Round(NamedTuple):
-    """Plans that are tried next, by what they share, if they are expected ``until`` there at most."""
+    """Plans that are tried next, by the division that they share; of those of whose layers more is found out,
+    the ones that are expected at most at ``until``."""
 
     units: Mapping[Hashable, Sequence[Plan]]
     until: float
@@ -29,11 +30,12 @@ class PlanQueue:
     """The plans that are left, the most promising first.
 
     That is by their bounds (:meth:`PlanEvaluator.expected`). Where nothing is known of a plan's layers, its
-    bound is taken to rise by half of what that of any rose by of whose layers something was found out.
+    bound is taken to rise by half of the least by which that of a plan rose that was put off.
     """
 
     def __init__(self, plans: Iterable[Plan], evaluator: PlanEvaluator, standing: Standing) -> None:
-        self._evaluator, self._unknown, self._rise = evaluator, Standing(), 1.0
+        self._evaluator, self._unknown = evaluator, Standing()
+        self._rise: float | None = None
         self._functions: dict[Function, int] = {}
         self._numbers = {plan: number for number, plan in enumerate(plans)}
         self._left = [(self._guess(plan, standing), number, plan) for plan, number in self._numbers.items()]
@@ -59,11 +61,11 @@ class PlanQueue:
         return Round(units, until)
 
     def put_back(self, plans: Iterable[Plan], standing: Standing) -> None:
-        """Take plans in again of which more is known now than before."""
+        """Take in again what was put off."""
         for plan in plans:
             known, before = (self._evaluator.bound(plan, each) for each in (standing, self._unknown))
             rise = 1.0 + (known / before - 1.0) / 2 if before else 1.0
-            self._rise = rise if self._rise == 1.0 else min(self._rise, rise)
+            self._rise = rise if self._rise is None else min(self._rise, rise)
             heapq.heappush(self._left, (self._guess(plan, standing), self._numbers[plan], plan))
 
     def _division(self, plan: Plan) -> Hashable:
@@ -74,4 +76,4 @@ class PlanQueue:
 
     def _guess(self, plan: Plan, standing: Standing) -> float:
         """Return as what a plan is put in order."""
-        return self._evaluator.expected(plan, standing, self._rise)
+        return self._evaluator.expected(plan, standing, self._rise or 1.0)

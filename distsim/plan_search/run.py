@@ -168,7 +168,7 @@ class SearchRun:
                     for plan in chosen:
                         evaluator.learn(tried[str(plan)], standing)
                     queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
-                left = doubtful(self.plans, evaluator, standing, found)
+                left = take_doubtful(self.plans, evaluator, standing, found)
         finally:
             workers.close()
         best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
@@ -260,7 +260,7 @@ class _Counts:
         return Stand(done, plans, self.tried, time.monotonic() - self.start)
 
 
-def doubtful(
+def take_doubtful(
     plans: Sequence[Plan], evaluator: PlanEvaluator, standing: Standing, found: dict[str, PlanTrial]
 ) -> list[Plan]:
     """Take out of ``found``, and return, the plans that would not be discarded by what is known now.

@@ -66,7 +66,8 @@ class PlanTrial:
     def status(self) -> str:
         """Which of :data:`STATUSES` it has."""
         if self.discarded:
-            return {SLOWER: "discarded: slower", TOO_LARGE: "discarded: too large"}[self.discarded]
+            said = {SLOWER: "discarded: slower", TOO_LARGE: "discarded: too large", LATER: "put off"}
+            return said[self.discarded]
         if self.refused:
             return "refused"
         return "simulated" if self.simulated else "too large"

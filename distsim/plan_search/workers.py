@@ -134,9 +134,7 @@ class _Processes:
         self._before = set(multiprocessing.active_children())
         self._context = multiprocessing.get_context("spawn")
         self._pools = [self._pool() for _ in range(count)]
-        self._last: dict[
-            Hashable, int
-        ] = {}  # the process that has what a division shares
+        self._last: dict[Hashable, int] = {}  # the process that has what a division shares
 
     def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
         # The longest first: no process is left with one when the others are done.

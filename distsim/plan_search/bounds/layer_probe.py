@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import replace
 
 from distsim.compose import parallelize
-from distsim.cost import CostModel
+from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.errors import DistsimError
 from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_work import LayerWork, layer_work
@@ -46,13 +47,14 @@ class LayerProbes:
     def _probed(self, probe: Plan) -> LayerWork | None:
         if self._short is None or probe.devices > len(self._bounds.topology.devices):
             return None
-        try:
-            program = parallelize(
-                self._short, probe, self._bounds.topology, self._costs, None, self._bounds.kernels
-            )
-            found = layer_work(program, self._costs)
-        except DistsimError:
-            return None
+        topology, kernels = self._bounds.topology, self._bounds.kernels
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UncostedOperatorWarning)
+            try:
+                program = parallelize(self._short, probe, topology, self._costs, None, kernels)
+                found = layer_work(program, self._costs)
+            except DistsimError:
+                return None
         if found is None or not found.layer or found.layers != LAYERS:
             return None
         if program.schedule.num_stages > 1:

@@ -62,7 +62,7 @@ class LayerWork(NamedTuple):
     on one stage. ``sums`` are those for which a device adds the gradients of a layer to what microbatches
     before have left. 0: not known.
     ``passage`` is the way through a layer, where each takes in what the one before makes, and nothing else
-    that differs between microbatches. ``behind`` are the seconds of products in backward passes of layers,
+    that differs between microbatches. ``backward`` are the seconds of products in backward passes of layers,
     ``outside`` those of products outside of layers. ``pending`` are bytes of all layers that are held between
     two halves of a backward pass, if it is made in halves.
     """
@@ -79,14 +79,14 @@ class LayerWork(NamedTuple):
     stages: tuple[StageWork, ...] = ()
     passage: LayerPassage | None = None
     sums: float = 0.0
-    behind: float = 0.0
+    backward: float = 0.0
     outside: float = 0.0
     pending: int = 0
 
     @property
     def work(self) -> float:
         """The seconds of all products of a microbatch."""
-        return self.products + self.behind + self.outside
+        return self.products + self.backward + self.outside
 
     def in_halves(self) -> LayerWork:
         """Return what holds where backward passes are in two halves: all that is computed, in more kernels.
@@ -113,7 +113,7 @@ class LayerWork(NamedTuple):
             saved=self.saved * count // layers,
             pending=self.pending * count // layers,
             layers=count,
-            behind=most * self.behind,
+            backward=most * self.backward,
             stages=(),
         )
 
@@ -132,9 +132,9 @@ class LayerWork(NamedTuple):
             self.stages or other.stages,
             _least_passage(self.passage, other.passage),
             min(self.sums, other.sums),
-            min(self.behind, other.behind),
+            min(self.backward, other.backward),
             min(self.outside, other.outside),
-            max(self.pending, other.pending),
+            min(self.pending, other.pending) or max(self.pending, other.pending),
         )
 
 

@@ -108,21 +108,19 @@ def saved_bytes(forward: Block, backward: Block, once: set[Value]) -> tuple[int,
     function, kept = forward.function, set(backward.inputs) - once
     given = zip(function.inputs, forward.inputs, strict=True)
     handed = zip(function.outputs, forward.outputs, strict=True)
-    shown: dict[Value, Value] = {}
-    readers: dict[Value, list[Op]] = {}
-    made: dict[Value, Op] = {}
+    shown, readers, made = _homes(function), dict[Value, list[Op]](), dict[Value, Op]()
     for op in function.ops:
+        if operator(op.op_type).view:
+            continue
         for value in op.inputs:
             readers.setdefault(shown.get(value, value), []).append(op)
-        if operator(op.op_type).view:
-            readers[shown.get(op.inputs[0], op.inputs[0])].pop()
-            shown[op.outputs[0]] = shown.get(op.inputs[0], op.inputs[0])
-        elif op.is_call:
-            shown.update(_shown(op))
+        if op.is_call:
             made.update(dict.fromkeys((shown.get(value, value) for value in op.outputs), op))
     ends = [shown.get(value, value) for value, key in handed if key in kept]
     saved = dict.fromkeys([*(shown.get(value, value) for value, key in given if key in kept), *ends])
-    alone = {v: readers.get(v) or [made[v]] for v in saved if v in readers or v in made}
+    alone = {
+        value: readers.get(value) or [made[value]] for value in saved if value in readers or value in made
+    }
     own = dict.fromkeys(ends).keys() - {*function.inputs}
     return _least_of_calls(function, alone), sum(_nbytes(value) for value in own)
 
