@@ -1,4 +1,4 @@
-"""Passes over all gradients before the update: divided by the ranks of the data, unscaled, clipped."""
+"""Passes over all gradients before the update: their norm, the mean over ranks, the loss scale, clipping."""
 
 from collections import Counter
 from dataclasses import replace
@@ -111,6 +111,7 @@ def test_a_kernel_a_bucket_divides_it_by_the_ranks(kernels, text, buckets, times
 def test_a_step_takes_as_much_longer_as_the_pass_over_its_buffer(kernels):
     topology = load_cluster("dgx-a100")
     plan, policy = Plan.parse("dp=2,bucket=megatron,overlap_grads=off"), KERNELS[kernels]
+    policy = replace(policy, checks_buckets=False)  # a kernel that the division stands after
     joint, times = training("fp32", None), []
     costs, passes = CostModel(topology), list[float]()
     for each in (policy, replace(policy, averages=False)):
@@ -123,12 +124,79 @@ def test_a_step_takes_as_much_longer_as_the_pass_over_its_buffer(kernels):
     assert one > 0 and averaged == pytest.approx(plain + one, rel=1e-9)
 
 
-def test_a_buffer_that_is_divided_is_of_one_type():
+@pytest.mark.parametrize("name", ["AverageGradients", "GradientNorm"])
+def test_a_buffer_that_is_passed_over_is_of_one_type(name):
     wide, narrow = (Tensor(dtype, (4,)) for dtype in (Float32(), Float16()))
-    operator("AverageGradients").types(Attributes(), (wide, wide))
+    operator(name).types(Attributes(), (wide, wide))
     for inputs, said in (((), "none given"), ((wide, narrow), "one element type")):
         with pytest.raises(TypeRuleError, match=said):
-            operator("AverageGradients").types(Attributes(), inputs)
+            operator(name).types(Attributes(), inputs)
+
+
+def test_the_norm_of_a_buffer_is_that_of_all_its_gradients():
+    arrays = [np.array([[3.0, 0.0]], np.float32), np.array([4.0], np.float32)]
+    (norm,) = operator("GradientNorm").compute(Attributes(), arrays)
+    assert norm.dtype == np.float32 and norm == 5.0
+    (norm,) = operator("GradientNorm").compute(Attributes(), [*arrays, np.array([np.nan], np.float32)])
+    assert np.isnan(norm)
+
+
+@pytest.mark.parametrize(
+    ("kernels", "text", "precision", "buckets"),
+    [
+        ("fused", "dp=2,microbatches=2,bucket=megatron,overlap_grads=off", "mixed", 1),
+        ("fused_loss", "dp=2,pp=2,zero=1,microbatches=2,bucket=megatron,overlap_grads=off", "", 2),
+        ("fused", "dp=2,microbatches=2,bucket=1000,overlap_grads=on", "", None),
+        ("fused", "dp=2,microbatches=2,bucket=megatron,overlap_grads=off", "mixed_fp16", 0),
+        ("fused", "dp=2,microbatches=2,bucket=megatron,overlap_grads=off", "fp32:loss_scale=1024", 0),
+        ("fused_waiting", "dp=2,bucket=megatron,overlap_grads=off", "", 0),
+        ("fused_2021", "dp=2,bucket=megatron,overlap_grads=off", "", 0),
+        ("eager_deepspeed", "dp=2,bucket=deepspeed,overlap_grads=off", "", 0),
+        ("fused", "dp=2,zero=3", "", 0),
+    ],
+)
+def test_the_norm_of_each_bucket_is_waited_for_before_it_is_sent(kernels, text, precision, buckets):
+    """It reads each element as it is sent, once; a loss that is scaled looks for NaNs itself."""
+    plan = Plan.parse(text)
+    if precision:
+        joint = training(precision, batch=8)
+        program = parallelize(joint, plan, topology_of(2), kernels=KERNELS[kernels])
+    else:
+        program = computed_over_ranks(differentiate(small_gpt(batch=8), Adam()), plan, kernels)
+    ops = list(all_ops(program.to_function()))
+    found = [op for op in ops if op.op_type == "GradientNorm"]
+    assert len(found) == buckets or (buckets is None and len(found) > 2)
+    if found:
+        wide = 4 if precision else 8  # bytes of an element as it is summed; the model is of float64
+        parameters = [each.source for each in program.parts.inputs if each.source.role is Role.PARAMETER]
+        demands = [work(signature_of(op)) for op in found]
+        assert sum(each.bytes_read for each in demands) == wide * sum(v.type.size for v in parameters)
+        assert sum(each.bytes_written for each in demands) == wide * len(found)
+    norms = {value for op in found for value in op.outputs}
+    waited = {op.outputs[0] for op in ops if op.op_type == "Await" and not norms.isdisjoint(op.inputs)}
+    divided = [op for op in ops if op.op_type == "AverageGradients"]
+    assert len(found) == len(waited) == sum(not waited.isdisjoint(op.inputs) for op in divided)
+
+
+def test_a_step_takes_as_much_longer_as_the_norm_and_the_launches_after_it():
+    """The host issues nothing until the norm is there; without its launches a step has the kernel more."""
+    topology, plan = load_cluster("dgx-a100"), Plan.parse("dp=2,bucket=megatron,overlap_grads=off")
+    joint, policy = training("fp32", None), KERNELS["fused"]
+
+    def steps(costs):
+        times, norms = list[float](), list[float]()
+        for each in (policy, replace(policy, checks_buckets=False)):
+            program = parallelize(joint, plan, topology, costs, kernels=each)
+            times.append(Simulator(costs).simulate(program).step_time)
+            ops = [op for op in all_ops(program.to_function()) if op.op_type == "GradientNorm"]
+            norms += [costs.seconds(signature_of(op), topology.devices[:1]) for op in ops]
+        (norm,) = norms
+        return times[0] - times[1], norm
+
+    longer, norm = steps(CostModel(topology))
+    assert norm > 0 and longer == pytest.approx(norm, rel=1e-6)
+    longer, norm = steps(CostModel(topology, kernels="fused"))
+    assert longer > norm
 
 
 def test_a_step_that_overflows_moves_no_weight_by_its_gradient():

@@ -21,7 +21,7 @@ from distsim.schedule import Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
 from distsim.transforms.data_parallel.zero import zero
-from distsim.transforms.gradient_passes import unscale_first
+from distsim.transforms.gradient_passes import checks_gradients, unscale_first
 from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.kernels.products import gradients_apart
@@ -99,7 +99,9 @@ class Division(NamedTuple):
             early, ahead = plan.overlap_grads == "on", plan.overlap_params == "on"
             blocking = plan.reshard == "blocking"
             buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero, ahead, blocking)
-            buckets = replace(buckets, averaged=kernels.averages and not buckets.layers)
+            sent = not buckets.layers  # FSDP's are copied, and divided as they are summed
+            averaged, checked = kernels.averages and sent, kernels.checks_buckets and sent
+            buckets = replace(buckets, averaged=averaged, checked=checked)
             divided = plan.zero, plan.resharding, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
@@ -186,7 +188,8 @@ class _KeptCuts:
         apart = gradients_apart(apart, key.kernels, key.tp_overlap)
         # Parts of gradients that are divided are summed as they are: no buffer of zeros has all of them.
         kernels = key.kernels if key.zero < 2 else replace(key.kernels, zeroed="no", products_add=False)
-        local = replace(local, function=apart, kernels=kernels, buckets=key.buckets)
+        buckets = checks_gradients(function, key.buckets)
+        local = replace(local, function=apart, kernels=kernels, buckets=buckets)
         return local if plain else _rematerialized(local, key, costs, level)
 
     def _keep(self, key: Division, cut: Cut) -> None:

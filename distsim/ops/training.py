@@ -31,6 +31,7 @@ from distsim.ops.operator import (
     common_device,
     memory_bound,
     register,
+    work_of,
 )
 from distsim.ops.places import move_work, same_shape_rule
 from distsim.ops.sharding_rule import ShardingRule, letters
@@ -237,6 +238,35 @@ register(
         types=_average_types,
         compute=lambda attributes, arrays: list(arrays),
         work=lambda s: memory_bound(s, 1.0),
+    )
+)
+
+
+# GradientNorm(gradients...) -> norm: that of the buffer of a bucket, of which the host asks whether it is a
+# number.
+
+NORM = "GradientNorm"
+
+
+def _norm_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+    if not inputs:
+        raise TypeRuleError(f"{NORM} is of the gradients of a bucket; none given")
+    if len({tensor.dtype for tensor in inputs}) > 1:
+        raise TypeRuleError(f"{NORM} reads a buffer of one element type, not {[*map(str, inputs)]}")
+    return (Tensor(inputs[0].dtype, (), common_device(NORM, inputs)),)
+
+
+def _norm(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+    total = sum(float(np.square(array.astype(np.float64)).sum()) for array in arrays)
+    return [np.asarray(np.sqrt(total)).astype(arrays[0].dtype)]
+
+
+register(
+    Operator(
+        NORM,
+        types=_norm_types,
+        compute=_norm,
+        work=lambda s: work_of(s, 2.0 * sum(tensor.size for tensor in s.inputs)),
     )
 )
 

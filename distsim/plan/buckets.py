@@ -60,7 +60,8 @@ class Buckets:
     comes to them. ``listed``: new parameters are gathered into lists of a slice of each a rank, and
     gradients of which a rank needs a part are summed whole. ``copied``: parameters are copied out of the
     buffer into which they are gathered, gradients into the one that is scattered. ``averaged``: a kernel
-    divides each bucket by the ranks before it is sent (:mod:`distsim.transforms.gradient_passes`).
+    divides each bucket by the ranks before it is sent; ``checked``: before that the host waits for its norm
+    (:mod:`distsim.transforms.gradient_passes`).
     """
 
     limit: int
@@ -74,6 +75,7 @@ class Buckets:
     listed: bool = False
     copied: bool = False
     averaged: bool = False
+    checked: bool = False
 
 
 def parse_bucket(text: object) -> Fill:

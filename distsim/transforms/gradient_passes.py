@@ -1,4 +1,5 @@
-"""Passes over all gradients before the update: divided by the ranks of the data, unscaled, clipped.
+"""Passes over all gradients before the update: looked through for NaNs, divided by the ranks of the data,
+unscaled, clipped.
 
 Gradients are averaged over data-parallel ranks. NCCL does so as it sums (``ReduceOp.AVG``) for torch's FSDP2
 (010ae4a8, distributed/fsdp/_fully_shard/_fsdp_collectives.py: ``_get_gradient_divide_factors``, but for
@@ -19,6 +20,18 @@ torch's DDP divides as it copies gradients into its buckets; FSDP1 (00ae0bc9, _r
 ``post_backward``; 07b3040a, algorithms/_comm_hooks/default_hooks.py: ``grad.div_``) and DeepSpeed's ZeRO-3
 (fbece50b, stage3.py: ``reduction_stream``) do so on a stream beside the computation. None of these is
 counted, nor are divisions by a single rank, which Megatron-LM did until May 2024 (795b45cc).
+
+Before that Megatron-LM takes the norm of each bucket, by one kernel that reads it, and its host waits for the
+number, of which it asks whether it is a NaN, before it goes on to divide and send the bucket, whether or not
+buckets are sent while backward runs (d66807759c of December 2023, core/distributed/grad_buffer.py,
+``start_grad_sync``: ``norm = self.data.norm(p=2)``, ``assert not norm.isnan()``; core 0.12 and 0.15,
+param_and_grad_buffer.py, ``check_grads``, called by ``start_grad_sync``: ``grad_data.norm(p=2)``;
+rerun_state_machine.py, ``validate_result``: ``if result_rejected``). It does so by default, but not where a
+loss in float16 has a dynamic scale, "where NaNs in grads / loss are signal to the loss scaler"
+(megatron/arguments.py of that commit and megatron/training/arguments.py of core 0.12:
+``check_for_nan_in_loss_and_grad = False`` if ``not args.loss_scale``): **a loss that is scaled is taken to
+have one**. Kernels of a single number, and a second question of the same one in core 0.12 (whether it is
+infinite), are not counted, nor is the norm of gradients that one rank alone has, which Megatron-LM takes too.
 
 A loss in float16 is scaled, so its gradients are (:mod:`distsim.ops.clipping`). What takes that out reads and
 writes all of them, and so does what clips them to a norm. Frameworks differ in whether these are one pass:
@@ -47,7 +60,8 @@ from distsim.cache import Cache
 from distsim.ir import Attributes, Environment, Function, Op, Value, rewire_op, rewrite
 from distsim.ir.type import as_tensor
 from distsim.ops.clipping import sums_squares
-from distsim.ops.training import AVERAGE
+from distsim.ops.training import AVERAGE, NORM
+from distsim.plan.buckets import Buckets
 from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels import Kernels
 
@@ -57,7 +71,34 @@ _UNSCALED = Cache[Function, Function | None](
 )
 
 
-def averaged(reduction: Op) -> list[Op]:
+def checks_gradients(function: Function, buckets: Buckets | None) -> Buckets | None:
+    """Return the buckets of a joint function, which are looked through for NaNs only if no loss is scaled."""
+    if buckets is None or not buckets.checked:
+        return buckets
+    scaled = any(op.op_type == _FACTOR and "loss_scale" in op.attributes for op in function.ops)
+    return replace(buckets, checked=False) if scaled else buckets
+
+
+def passed(reduction: Op, buckets: Buckets) -> list[Op]:
+    """Return what is done to a bucket before it is summed over the ranks, and the op that sums it."""
+    ops = [reduction]
+    if buckets.checked:
+        ops = _checked(reduction)
+    if buckets.averaged:
+        ops[-1:] = _averaged(ops[-1])
+    return ops
+
+
+def _checked(reduction: Op) -> list[Op]:
+    """Return the op that takes the norm of a bucket, what the host waits for, and what sums the bucket."""
+    first, *others = reduction.inputs
+    type_ = as_tensor(first.type, first.name)
+    norm, there = Value(f"{first.name}.norm", type_.with_shape(())), Value(first.name, first.type)
+    ops = [Op(NORM, reduction.inputs, (norm,)), Op("Await", (first, norm), (there,))]
+    return [*ops, replace(reduction, inputs=(there, *others))]
+
+
+def _averaged(reduction: Op) -> list[Op]:
     """Return the op that divides a bucket by the ranks, where it lies, and the op that sums it over them."""
     divided = tuple([Value(value.name, value.type) for value in reduction.inputs])
     pass_ = Op(AVERAGE, reduction.inputs, divided, Attributes({"in_place": True}))

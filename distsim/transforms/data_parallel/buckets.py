@@ -26,7 +26,7 @@ from distsim.transforms.data_parallel.gradient_buckets import (
     gradient_buckets,
     grouped,
 )
-from distsim.transforms.gradient_passes import averaged
+from distsim.transforms.gradient_passes import passed
 from distsim.transforms.op_graph import Numbered, StageMap
 
 
@@ -218,9 +218,9 @@ class _BucketWriter:
                 sent = [*copied_in(op, sources, self.sent.get(stage)), *sent]
             if stage >= 0:  # what is reduced once a step waits for nothing of a microbatch
                 self.sent[stage] = first[-1].outputs[0]
-        if self.buckets.averaged:
+        if self.buckets.checked or self.buckets.averaged:
             count = len(in_messages(inner))
-            sent = [*[each for op in sent[:count] for each in averaged(op)], *sent[count:]]
+            sent = [*[each for op in sent[:count] for each in passed(op, self.buckets)], *sent[count:]]
         if not self.buckets.listed:
             return sent
         whole = [Attributes({**op.attributes, "whole": 1}) for op in sent]

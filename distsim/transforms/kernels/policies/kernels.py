@@ -81,7 +81,9 @@ class Kernels:
     (:mod:`distsim.transforms.pipelining.received`). ``checks_gradients``: it reads of each gradient in
     float16 whether it overflowed, and ``reads_norm``: by what all gradients are multiplied (the same).
     ``unscales_first``: the loss scale is taken out of gradients by a pass of its own before their norm is
-    taken, and ``averages``: gradients are divided by the ranks of the data by one before these sum them
+    taken, ``averages``: gradients are divided by the ranks of the data by one before these sum them, and
+    ``checks_buckets``: before that the host waits for the norm of each bucket, of which it asks whether it is
+    a NaN
     (:mod:`distsim.transforms.gradient_passes`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
@@ -112,6 +114,7 @@ class Kernels:
     reads_norm: bool = False
     unscales_first: bool = False
     averages: bool = False
+    checks_buckets: bool = False
     launched_as: str = ""
 
     def with_chunks(self, chunks: int) -> Kernels:
@@ -150,9 +153,16 @@ _MEGATRON_LM = replace(
     receiving="single",
     reads_norm=True,
     averages=True,
+    checks_buckets=True,
     launched_as="fused",
 )
-_MEGATRON_OF_2023 = replace(_MEGATRON_LM, name="fused_waiting", waiting="everywhere", receiving="device")
+_MEGATRON_OF_2023 = replace(
+    _MEGATRON_LM,
+    name="fused_waiting",
+    waiting="everywhere",
+    receiving="device",
+    checks_buckets=False,
+)
 _MEGATRON_OF_2022 = replace(_MEGATRON_OF_2023, name="fused_2022", products_add=False, waiting="passes")
 _MEGATRON_OF_2021 = replace(
     _MEGATRON_OF_2022, name="fused_2021_epilogues", norms_twice=True, triangles=2048, zeroed="wide"
@@ -231,7 +241,8 @@ divided by the ranks by a pass of its own, and their sums in another type begin 
 ``eager_complex``: as ``eager``, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
 reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
-Megatron-LM has by default, products that add to sums of gradients among them; ``fused_loss``: with that of
+Megatron-LM has by default, products that add to sums of gradients among them, and a host that looks for NaNs
+in each bucket before it is sent, as since December 2023; ``fused_loss``: with that of
 the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these,
 with a host that waits for its device before each microbatch, as until 2023; ``fused_2022``: before each pass
 and update, whose timers did until 77efcccb of August 2022, and with kernels of their own that add to sums;
