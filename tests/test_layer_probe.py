@@ -7,19 +7,22 @@ import pytest
 from decoder_models import small
 from training_models import topology_of
 
+from distsim.compose.division import divided
+from distsim.hardware.plan_mesh import plan_mesh
 from distsim.importer import load_model
 from distsim.ir import Device, Link, Topology, pformat
 from distsim.ir.topology import Level
 from distsim.models import mlp
 from distsim.plan import Plan
 from distsim.plan_search import search
+from distsim.plan_search.bounds import layer_probe
 from distsim.plan_search.bounds.layer_probe import probe_of
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.bounds.short_step import shortened
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.ordering import PlanQueue
-from distsim.plan_search.run import FixedModel, take_doubtful
-from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
+from distsim.plan_search.run import FixedModel
+from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels.policies import KERNELS
@@ -150,15 +153,53 @@ def test_of_plans_that_share_a_division_a_unit_is_made(evaluator):
     assert sorted(map(len, units.values())) == [1, 2]
 
 
-def test_what_was_discarded_by_more_than_layers_turn_out_to_do_is_tried_again(evaluator):
-    plans = [Plan.parse("dp=8,microbatches=2"), Plan.parse("dp=8,microbatches=2,remat=full")]
-    found = {str(plan): PlanTrial(str(plan), discarded=SLOWER) for plan in plans}
-    standing = Standing()
-    for plan in plans:
-        evaluator.probed(plan, standing)
-    standing.best = [evaluator.bound(plans[0], standing)]
-    assert take_doubtful(plans, evaluator, standing, found) == plans[:1]
-    assert [*found] == [str(plans[1])]
+def test_nothing_is_told_of_layers_that_are_divided_otherwise_than_in_the_whole(monkeypatch):
+    step = step_of("llama:layers=12,hidden=64,heads=4,kv_heads=2,vocab=64,seq=64", 12)
+    problem = SearchProblem(FixedModel(step), topology_of(8), KERNELS["eager"])
+    whole, other = Plan.parse("dp=2,tp=2,pp=2,microbatches=4,stages=layers"), Plan.parse("dp=4,tp=2,sp=on")
+    mesh, costs = plan_mesh(other, problem.topology), PlanEvaluator(problem).costs
+
+    def otherwise(function, mesh_, plan, kernels, costs_):
+        if function is not step:
+            mesh_, plan = mesh, other
+        return divided(function, mesh_, plan, kernels, costs.on(mesh_.devices[0]))
+
+    monkeypatch.setattr(layer_probe, "divided", otherwise)
+    assert PlanEvaluator(problem).probed(whole, Standing()) is None
+    assert PlanEvaluator(problem).probed(other, Standing()) is not None
+
+
+def test_layers_take_no_less_in_other_pipelines_where_parameters_are_gathered():
+    """The first of a stage casts what is gathered for any microbatch; in others that waits for one."""
+    step = step_of(
+        "llama:layers=8,hidden=64,heads=4,kv_heads=2,vocab=64,seq=16", 8, precision=precision_named("amp")
+    )
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(step), topology_of(8), KERNELS["eager_waiting"]))
+    fields = ["schedule=1f1b", "schedule=1f1b_v,chunks=2", "schedule=interleaved,chunks=4"]
+    plans = [Plan.parse(f"dp=2,tp=2,pp=2,microbatches=2,stages=layers,zero=3,{each}") for each in fields]
+    works = [evaluator.probed(plans[0], Standing()), *[evaluator.trial(plan).layers for plan in plans]]
+    assert [work.seconds for work in works] == pytest.approx([works[0].seconds] * 4, rel=1e-12)
+    assert [work.forward for work in works] == pytest.approx([works[0].forward] * 4, rel=1e-12)
+
+
+def test_the_first_stage_holds_no_more_between_halves_than_it_saved(evaluator):
+    plan, standing = Plan.parse("dp=2,pp=4,microbatches=8,schedule=zb_h1,stages=layers"), Standing()
+    evaluator.probed(plan, standing)
+    known = evaluator.known(plan, standing)
+    assert known.pending > 0
+    known = known._replace(pending=2 * known.saved)  # gradients too
+    stages = evaluator.bounds(plan)._stages(plan, known)
+    assert [stage.pending for stage in stages] == [stages[0].saved, *[2 * stages[0].saved] * 3]
+
+
+def test_forward_passes_do_not_wait_where_another_pass_computes_beside_them(evaluator):
+    texts = ("schedule=zb_v,chunks=2", "schedule=dualpipe_v,chunks=2")
+    alone, beside = (Plan.parse(f"tp=4,pp=2,microbatches=8,stages=layers,{text}") for text in texts)
+    for plan, waits in ((alone, True), (beside, False)):
+        standing = Standing()
+        told = evaluator.probed(plan, standing)
+        seconds = evaluator.known(plan, standing).layers.seconds
+        assert told.waiting > 0 and seconds == told.computing + waits * told.waiting
 
 
 @pytest.mark.parametrize("fields", ["schedule=gpipe", "schedule=interleaved,chunks=1", "schedule=zb_h1"])

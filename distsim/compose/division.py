@@ -42,10 +42,7 @@ def cut_of(
     function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, cost_model: CostModel, schedule: Schedule
 ) -> Cut:
     """Return the cut function, as :func:`distsim.compose.build_program` says."""
-    function = repeat_key_heads(function, plan.tp)
-    kind, ulysses = parse_cp_kind(plan.cp_kind)
-    if kind == "ring" and plan.cp > ulysses:
-        function = save_last_keys(function)
+    function = _as_attended(function, plan)
     memory = _MEMORIES.get(function, None, lambda: _KeptCuts(function))
     costs = cost_model.on(mesh.devices[0])
     asked = plan, schedule.chain, kernels, costs.key
@@ -56,6 +53,20 @@ def cut_of(
             return memory.fastest(function, key, mesh, schedule, cost_model)
         found = memory.asked[asked] = memory.cuts.get(key) or memory.cut(function, key, costs)
     return found
+
+
+def divided(function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, costs: DeviceCosts) -> Function:
+    """Return what every rank runs of a function, before anything is recomputed, and it is cut."""
+    function = _as_attended(function, plan)
+    memory = _MEMORIES.get(function, None, lambda: _KeptCuts(function))
+    return memory.sharded(function, Division.of(plan, plan.num_stages, costs, kernels)).function
+
+
+def _as_attended(function: Function, plan: Plan) -> Function:
+    """Return a function whose attention has heads of keys for all of tp, and keeps what a ring reads."""
+    function = repeat_key_heads(function, plan.tp)
+    kind, ulysses = parse_cp_kind(plan.cp_kind)
+    return save_last_keys(function) if kind == "ring" and plan.cp > ulysses else function
 
 
 def levels_written(function: Function, num_stages: int, costs: DeviceCosts) -> int:
@@ -178,12 +189,7 @@ class _KeptCuts:
     def _local(self, function: Function, key: Division, costs: DeviceCosts, level: int) -> Sharded:
         """Return what every rank runs, with so many levels of Calls written out."""
         plain = key.remat == "none" and not (key.zero or key.offload or key.kernels.interiors)
-        outlined = function if self.outlined is None else self.outlined
-        written = self.written[level - 1] if level and plain else outlined
-        shown = key.dp if key.zero else min(key.dp, 2 * key.ep.dp)
-        kind, ulysses = parse_cp_kind(key.cp_kind)
-        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
-        local = shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
+        local = self.sharded(function, key, level if plain else 0)
         apart = losses_apart(unscale_first(local.function, key.kernels), key.kernels)
         apart = gradients_apart(apart, key.kernels, key.tp_overlap)
         # Parts of gradients that are divided are summed as they are: no buffer of zeros has all of them.
@@ -191,6 +197,15 @@ class _KeptCuts:
         buckets = checks_gradients(function, key.buckets)
         local = replace(local, function=apart, kernels=kernels, buckets=buckets)
         return local if plain else _rematerialized(local, key, costs, level)
+
+    def sharded(self, function: Function, key: Division, level: int = 0) -> Sharded:
+        """Return what every rank runs, as it is divided, with so many levels of Calls written out."""
+        outlined = function if self.outlined is None else self.outlined
+        written = self.written[level - 1] if level else outlined
+        shown = key.dp if key.zero else min(key.dp, 2 * key.ep.dp)
+        kind, ulysses = parse_cp_kind(key.cp_kind)
+        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
+        return shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
 
     def _keep(self, key: Division, cut: Cut) -> None:
         self.cuts[key] = cut

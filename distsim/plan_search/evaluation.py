@@ -21,7 +21,7 @@ from distsim.plan_search.bounds.layer_probe import LayerProbes, probe_of
 from distsim.plan_search.bounds.layer_work import LayerWork, StageWork, is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
 from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge
-from distsim.plan_search.bounds.plan_keys import PlanKeys
+from distsim.plan_search.bounds.plan_keys import PlanKeys, runs_alone
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -145,7 +145,7 @@ class PlanEvaluator:
         keys = self.keys(plan)
         layers = standing.layers.get(keys.layers)
         if layers is None and keys.layers_undivided in standing.layers:
-            layers = standing.layers[keys.layers_undivided].in_halves()
+            layers = standing.layers[keys.layers_undivided].in_halves(runs_alone(plan))
         saves, busy = standing.work.get(keys.saves, 0.0), 0.0
         if layers is None and plan.remat == "full":
             saving = standing.layers.get(keys.layers_saving)

@@ -150,25 +150,22 @@ class SearchRun:
         asked = processes_for(len(self.plans)) if self.workers is None else self.workers
         workers = workers_for(self.problem, asked, self.journal, evaluator)
         try:
-            left = _left(self.plans, evaluator, standing, found)
-            while left:
-                queue = PlanQueue(left, evaluator, standing)
-                while queue:
-                    size = min(max(ROUND[0], counts.built // 4), ROUND[1])
-                    units, until = queue.round(size, standing, found)
-                    tried: dict[str, PlanTrial] = {}
-                    made = [_unit(plans, known, until, division) for division, plans in units.items()]
-                    for _, trials in workers.run(made, standing):
-                        tried.update({trial.text: trial for trial in trials})
-                        found.update({trial.text: trial for trial in trials if trial.discarded != LATER})
-                        counts.add(trials)
-                        if self.watch is not None:
-                            self.watch(counts.stand(len(found), len(self.plans)))
-                    chosen = [plan for plans in units.values() for plan in plans]
-                    for plan in chosen:
-                        evaluator.learn(tried[str(plan)], standing)
-                    queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
-                left = take_doubtful(self.plans, evaluator, standing, found)
+            queue = PlanQueue(_left(self.plans, evaluator, standing, found), evaluator, standing)
+            while queue:
+                size = min(max(ROUND[0], counts.built // 4), ROUND[1])
+                units, until = queue.round(size, standing, found)
+                made = [_unit(plans, known, until, division) for division, plans in units.items()]
+                tried: dict[str, PlanTrial] = {}
+                for _, trials in workers.run(made, standing):
+                    tried.update({trial.text: trial for trial in trials})
+                    found.update({trial.text: trial for trial in trials if trial.discarded != LATER})
+                    counts.add(trials)
+                    if self.watch is not None:
+                        self.watch(counts.stand(len(found), len(self.plans)))
+                chosen = [plan for plans in units.values() for plan in plans]
+                for plan in chosen:
+                    evaluator.learn(tried[str(plan)], standing)
+                queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
         finally:
             workers.close()
         best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
@@ -258,20 +255,6 @@ class _Counts:
     def stand(self, done: int, plans: int) -> Stand:
         """Return how far a search is that is done with some of its plans."""
         return Stand(done, plans, self.tried, time.monotonic() - self.start)
-
-
-def take_doubtful(
-    plans: Sequence[Plan], evaluator: PlanEvaluator, standing: Standing, found: dict[str, PlanTrial]
-) -> list[Plan]:
-    """Take out of ``found``, and return, the plans that would not be discarded by what is known now.
-
-    There are none but where a plan that was built has layers which do less than those of the step that was
-    built before it, by which others were discarded.
-    """
-    again = [plan for plan in plans if found[str(plan)].discarded and not evaluator.discarded(plan, standing)]
-    for plan in again:
-        del found[str(plan)]
-    return again
 
 
 def _left(

@@ -6,8 +6,11 @@ import warnings
 from dataclasses import replace
 
 from distsim.compose import parallelize
+from distsim.compose.division import divided
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.errors import DistsimError
+from distsim.hardware.plan_mesh import plan_mesh
+from distsim.ir import Function, pformat
 from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_work import LayerWork, layer_work
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
@@ -47,6 +50,8 @@ class LayerProbes:
     def _probed(self, probe: Plan) -> LayerWork | None:
         if self._short is None or probe.devices > len(self._bounds.topology.devices):
             return None
+        if not self._lie_alike(self._short, probe):
+            return None
         topology, kernels = self._bounds.topology, self._bounds.kernels
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncostedOperatorWarning)
@@ -64,3 +69,23 @@ class LayerProbes:
             pending = pending_bytes(program.stages[-1].forward, program.parts.halves[-1], once)
             found = found._replace(pending=pending * stages)
         return found.of_layers(self._bounds.layers)
+
+    def _lie_alike(self, short: Function, probe: Plan) -> bool:
+        """Whether layers are divided in a step of few as in the whole, beside whose rest they weigh more."""
+        if probe.tp * probe.cp * probe.ep == 1:
+            return True
+        bounds = self._bounds
+        try:
+            mesh = plan_mesh(probe, bounds.topology)
+            costs = self._costs.on(mesh.devices[0])
+            few, all_ = (
+                divided(each, mesh, probe, bounds.kernels, costs) for each in (short, bounds.function)
+            )
+        except DistsimError:
+            return False
+        return _texts(few) == _texts(all_)
+
+
+def _texts(function: Function) -> set[str]:
+    """Return the texts of what a function calls."""
+    return {pformat(callee) for callee in dict.fromkeys(op.callee for op in function.ops if op.is_call)}

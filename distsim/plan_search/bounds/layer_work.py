@@ -15,7 +15,7 @@ of the same stages, the span of the whole block counts.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from distsim.cost.cost_model import CostModel
@@ -88,12 +88,13 @@ class LayerWork(NamedTuple):
         """The seconds of all products of a microbatch."""
         return self.products + self.backward + self.outside
 
-    def in_halves(self) -> LayerWork:
+    def in_halves(self, waits: bool) -> LayerWork:
         """Return what holds where backward passes are in two halves: all that is computed, in more kernels.
 
-        Collectives of backward may run beside other halves; forward passes are the same, and wait as before.
+        Collectives of backward may run beside other halves; forward passes are the same, and wait as before
+        (``waits``), unless another pass computes meanwhile.
         """
-        seconds = self.computing + self.waiting
+        seconds = self.computing + (self.waiting if waits else 0.0)
         layer = (seconds - self.head) / self.layers if self.layer and self.head and self.layers else 0.0
         passage = self.passage and LayerPassage(self.passage.ahead, 0.0, 0.0)
         head = self.head if layer else 0.0
@@ -170,27 +171,53 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         StageWork(one.of_stage + two.of_stage + loss, one.layers, max(own))
         for (one, two), loss, own in zip(passes, losses, saved, strict=True)
     ]
+    ahead, behind = (_least_of_calls(each) for each in zip(*passes, strict=True))
+    outside = sum(sum(one.products) + sum(two.products) for one, two in passes)
+    beside, layers = outside + sum(losses), sum(stage.layers for stage in stages)
     return LayerWork(
-        sum(one.seconds + two.seconds for one, two in passes) + sum(losses),
-        sum(one.computing + two.computing for one, two in passes) + sum(losses),
-        sum(span.computing for forward, _ in passes for _, span in forward.calls),
-        sum(span.products for forward, _ in passes for _, span in forward.calls),
-        sum(span.seconds - span.computing for forward, _ in passes for _, span in forward.calls),
+        ahead.seconds + behind.seconds + beside,
+        ahead.computing + behind.computing + beside,
+        ahead.computing,
+        ahead.products,
+        ahead.waiting,
         sum(own for own, _ in saved),
-        sum(stage.layers for stage in stages),
-        _layer_seconds(passes),
+        layers,
+        (ahead.seconds + behind.seconds) / layers if _are_whole(passes) else 0.0,
         head + sum(losses),
         tuple(stages),
         _layer_passage(passes),
         _layer_sums([stage.backward for stage in program.stages], passes, spans),
-        sum(span.products for _, backward in passes for _, span in backward.calls),
-        sum(sum(one.products) + sum(two.products) for one, two in passes),
+        behind.products,
+        outside,
     )
 
 
+class _LeastOfCalls(NamedTuple):
+    """What calls take at least, be they first or last of their stages: of these more or less depends on the
+    microbatch, as where gathers of parameters wait for what is computed before them."""
+
+    seconds: float
+    computing: float
+    products: float
+    waiting: float
+
+
+def _least_of_calls(blocks: Iterable[_BlockWork]) -> _LeastOfCalls:
+    """Return that of blocks: as many calls as each callee has taken to take as the one that takes least."""
+    each: dict[Function, list[_LeastOfCalls]] = {}
+    for block in blocks:
+        for callee, span in block.calls:
+            each.setdefault(callee, []).append(_LeastOfCalls(*span, span.seconds - span.computing))
+    least = [[len(own) * min(figures) for figures in zip(*own, strict=True)] for own in each.values()]
+    return _LeastOfCalls(*[sum(figures) for figures in zip(*least, strict=True)]) if least else _NO_CALLS
+
+
+_NO_CALLS = _LeastOfCalls(0.0, 0.0, 0.0, 0.0)
+
+
 def _layer_passage(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> LayerPassage | None:
-    """Return that of a layer; None where layers are not known (:func:`_layer_seconds`), or are no chain."""
-    if not _layer_seconds(passes):
+    """Return that of a layer; None where layers are not known (:func:`_are_whole`), or are no chain."""
+    if not _are_whole(passes):
         return None
     forward = {each.passage for each, _ in passes if each.calls}
     backward = {each.passage for _, each in passes if each.calls}
@@ -203,19 +230,15 @@ def _layer_passage(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> LayerPass
     return LayerPassage(ahead.seconds, behind.seconds, longest - behind.lead)
 
 
-def _layer_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
-    """Return the seconds of a layer; 0 unless each is one call forward, and the same calls backward wherever
-    it is, so that a stage has whole layers."""
-    least: dict[tuple[bool, Function], float] = {}
+def _are_whole(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> bool:
+    """Whether each layer is one call forward, and the same calls backward wherever it is, so that a stage has
+    whole layers."""
     for stage in passes:
-        for ahead, one in zip((True, False), stage, strict=True):
+        for one in stage:
             if {*Counter(callee for callee, _ in one.calls).values()} - {stage[0].layers}:
-                return 0.0
-            for callee, span in one.calls:
-                least[ahead, callee] = min(span.seconds, least.get((ahead, callee), span.seconds))
+                return False
     callees = _callees(passes)
-    whole = len(callees) == 1 and all(len(forward) == 1 for forward, _ in callees)
-    return sum(least.values()) if whole else 0.0
+    return len(callees) == 1 and all(len(forward) == 1 for forward, _ in callees)
 
 
 def _callees(
@@ -293,11 +316,6 @@ class _BlockWork(NamedTuple):
     def seconds(self) -> float:
         """The seconds of layers and products, wherever stages begin."""
         return self.in_layers + sum(self.products)
-
-    @property
-    def computing(self) -> float:
-        """Those of them for which it computes."""
-        return sum(span.computing for _, span in self.calls) + sum(self.products)
 
     @property
     def of_stage(self) -> float:

@@ -54,7 +54,7 @@ from distsim.plan_search.bounds.pipeline_bounds import (
     seconds_of_layers,
     seconds_of_stages,
 )
-from distsim.plan_search.bounds.plan_keys import splits_backward
+from distsim.plan_search.bounds.plan_keys import runs_alone, splits_backward
 from distsim.plan_search.bounds.saved_bytes import layers_saved_bytes
 from distsim.schedule import FLUSH, SCHEDULES
 from distsim.schedule import schedule as schedule_named
@@ -278,10 +278,12 @@ class PlanBounds:
         layer, head = (work.layer, work.head) if work else (0.0, 0.0)
         saved, pending = self._saved(plan, known) / self.layers, known.pending / self.layers
         heads = [0.0] * (len(counts) - 1) + [head]
+        # Nobody may wait for the first stage, whose first half is nothing then: what is saved is there still.
+        halves = [min(saved, pending)] + [pending] * (len(counts) - 1)
         return tuple(
             [
-                StageWork(n * layer + h, n, int(n * saved), int(n * pending))
-                for n, h in zip(counts, heads, strict=True)
+                StageWork(n * layer + h, n, int(n * saved), int(n * half))
+                for n, h, half in zip(counts, heads, halves, strict=True)
             ]
         )
 
@@ -348,7 +350,7 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     kept = held.parameters / (ranks if plan.zero == 3 else 1) + held.state / (ranks if plan.zero else 1)
     every = held.gradients / (plan.tp * plan.ep)
     kept /= plan.tp * plan.ep
-    if plan.zero == 3 or not _has_flush(plan.schedule) or not _is_single(plan.schedule):
+    if plan.zero == 3 or not _has_flush(plan.schedule) or not runs_alone(plan):
         return HeldParts(kept, 0.0, 0.0)
     divides = plan.dp * plan.cp > 1
     buckets = buckets_of(plan.bucket, ranks, plan.overlap_grads == "on", plan.zero) if divides else None
@@ -376,13 +378,3 @@ def _has_flush(schedule: str) -> bool:
     if known is None or known.searched:
         return known is not None
     return schedule_named(name, 2, 4, known.chunks or 2).weights == FLUSH
-
-
-@cached("whether ranks have one copy of a model, by schedule", 256)
-def _is_single(schedule: str) -> bool:
-    name = parse_schedule(schedule)[0]
-    known = SCHEDULES.get(name)
-    if known is None or known.searched:
-        return False
-    made = schedule_named(name, 2, 4, known.chunks or 2)
-    return made.copies == 1 and not made.pairs_actions

@@ -124,3 +124,18 @@ def _has_halves(schedule: str) -> bool:
     name = parse_schedule(schedule)[0]
     known = SCHEDULES.get(name)
     return known is None or known.searched or schedule_named(name, 2, 4, known.chunks or 2).splits_backward
+
+
+def runs_alone(plan: Plan) -> bool:
+    """Whether the ranks of a plan have one copy of the model each, and run one pass at a time."""
+    return _is_single(plan.schedule)
+
+
+@cached("whether ranks have one copy of a model, by schedule", 256)
+def _is_single(schedule: str) -> bool:
+    name = parse_schedule(schedule)[0]
+    known = SCHEDULES.get(name)
+    if known is None or known.searched:
+        return False
+    made = schedule_named(name, 2, 4, known.chunks or 2)
+    return made.copies == 1 and not made.pairs_actions
