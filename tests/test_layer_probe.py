@@ -210,3 +210,12 @@ def test_stages_may_begin_where_a_view_alone_reads_what_is_saved(fields):
     plan = Plan.parse(f"pp=4,microbatches=4,{fields}")
     (trial,) = search(step, devices, [plan]).trials
     assert trial.simulated
+
+
+def test_copies_of_stages_divide_layers_that_ranks_do_not():
+    step = step_of("llama:layers=9,hidden=64,heads=4,kv_heads=2,vocab=64,seq=64", 9)
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(step), topology_of(8), KERNELS["ops"]))
+    plan, standing = Plan.parse("dp=4,pp=2,microbatches=4,schedule=dualpipe,remat=full"), Standing()
+    evaluator.learn(evaluator.trial(replace(plan, schedule="gpipe")), standing)
+    assert evaluator.knows_layers(plan, standing)
+    assert evaluator.bound(plan, standing) <= evaluator.trial(plan).seconds

@@ -248,7 +248,8 @@ class PlanBounds:
         found = max((busy + added) * count / plan.pp + sent.exposed, sent.busy)
         if plan.pp == 1:
             return found
-        whole = 0.0 if layers is None else seconds_of_layers(plan, layers, sums)
+        # Where a rank has several copies of stages, microbatches are divided over these, and so are layers.
+        whole = seconds_of_layers(plan, layers, sums) if layers and runs_alone(plan) else 0.0
         passage = layers.passage if layers and known.whole else None
         stages = [
             stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
