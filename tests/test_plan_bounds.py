@@ -11,7 +11,7 @@ from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.run import FixedModel
-from distsim.transforms import Adam, add_loss, differentiate
+from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels.policies import KERNELS
 
@@ -84,6 +84,19 @@ def test_where_reductions_do_not_overlap_computation_waits_for_them():
     # Of four microbatches the sum of the second is the first that waits.
     assert apart == pytest.approx(beside + sent.exposed, rel=1e-6) and apart <= trial.seconds
     assert 0.7 * sent.busy < sent.exposed < sent.busy
+
+
+def test_what_fills_a_bucket_within_a_layer_may_go_beside_the_rest_of_it():
+    training = differentiate(
+        add_loss(load_model("llama:layers=9,hidden=32,heads=4,kv_heads=2,vocab=512,seq=16", 16)), SGD()
+    )
+    device = Device(0, "gpu", throughput=3e10, dram_bandwidth=6e10, memory=float("inf"))
+    topology = Topology.hierarchical(device, 8, [Level("link", Link(1.86e9))])
+    found = PlanEvaluator(SearchProblem(FixedModel(training), topology, KERNELS["compiled"]))
+    plan, standing = Plan.parse("dp=8,zero=2,remat=full,overlap_grads=off"), Standing()
+    trial = found.trial(plan)
+    found.learn(trial, standing)
+    assert 0.8 * trial.seconds < found.bound(plan, standing) <= trial.seconds
 
 
 def test_what_one_stage_of_a_rank_sends_may_go_beside_what_another_computes():

@@ -6,7 +6,8 @@ are reduce-scattered, before that their sums, once; with ``zero=1|2`` new parame
 parameter at least the elements that tp and pp leave, in the type in which it is gathered; of a gradient in
 the type in which it is summed. All go over one communicator, one after the other, so the fullest rank takes
 at least the mean over the ranks of a pipeline. Where gradients are not reduced while a backward pass runs,
-what follows, the sum over microbatches or the update, waits for that.
+what follows, the sum over microbatches or the update, waits for that; not where buckets are full, or layers
+complete, earlier, and are scattered within the pass.
 
 Each algorithm of a collective takes a start and so many seconds a byte, so none is faster than what the best
 one of them takes for a byte more of very many.
@@ -24,6 +25,7 @@ from distsim.hardware.collectives import collective_time
 from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.ir import Function, Op, Role, Tensor, Topology, Value
 from distsim.plan import Plan
+from distsim.plan.buckets import buckets_of
 from distsim.transforms.op_graph import numbered
 
 
@@ -89,6 +91,8 @@ class DataTraffic:
         # Of several microbatches the sum of the second is the first that waits; of one the update alone does,
         # and beside what the last stage of a rank sends, the one before computes.
         waits = count - 1 if count > 1 else int(plan.chunks == 1)
+        if plan.zero > 1 and not sends_at_once(plan):  # what fills a bucket goes beside the rest of a layer
+            waits = 0
         late = sums * (waits if plan.zero > 1 else 1)
         updated = gather * self.updated if plan.zero in (1, 2) else 0.0
         gathered = 0.0
@@ -116,6 +120,13 @@ def _cast_inside(call: Op, original: Mapping[Value, Value]) -> Iterator[Value]:
     for value, formal in zip(call.inputs, call.callee.inputs, strict=True):
         if value in original and formal in cast:
             yield original[value]
+
+
+def sends_at_once(plan: Plan) -> bool:
+    """Whether the gradients of a pass that are divided are sent together, after it."""
+    ranks = (plan.zero_ranks or plan.dp) * plan.cp
+    buckets = buckets_of(plan.bucket, ranks, plan.overlap_grads == "on", plan.zero)
+    return ranks > 1 and not buckets.layers and buckets.limit >= 2**62
 
 
 _KINDS = ("all_gather", "reduce_scatter", "all_reduce")

@@ -43,7 +43,7 @@ from distsim.ir import Device, Function, Op, Role, Tensor, Topology, Value, all_
 from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.buckets import buckets_of
-from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic
+from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, sends_at_once
 from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.bounds.layer_work import LayerWork, StageWork
 from distsim.plan_search.bounds.pipeline_bounds import (
@@ -357,8 +357,7 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     buckets = buckets_of(plan.bucket, ranks, plan.overlap_grads == "on", plan.zero) if divides else None
     summed = plan.microbatches > 1 and plan.chunks == 1
     if plan.zero == 2:
-        at_once = buckets is not None and buckets.limit >= 2**62
-        return HeldParts(kept, 0.0, every / plan.chunks if at_once else 0.0)
+        return HeldParts(kept, 0.0, every / plan.chunks if sends_at_once(plan) else 0.0)
     if (summed and not splits_backward(plan)) or (buckets is not None and buckets.held >= 1):
         return HeldParts(kept, every, 0.0)
     late = buckets is not None and not buckets.early
