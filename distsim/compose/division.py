@@ -250,7 +250,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
 
     def rematerialized() -> Sharded:
         fused = replace(local, function=recompute_interiors(local.function, key.kernels))
-        divided = zero(fused, key.zero, ahead=ahead, kept=key.reshard == "never") if key.zero else fused
+        divided = _with_zero(fused, key.zero, ahead, key.reshard == "never") if key.zero else fused
         tags = gathered(divided.function, key.reshard != "never", key.reshard == "auto")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:
@@ -265,6 +265,16 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
     found = _REMATERIALIZED.get(local.function, asked, rematerialized)
     alike = {"microbatches": local.microbatches, "dp": local.dp}
     return replace(found, **alike, kernels=local.kernels, buckets=local.buckets)
+
+
+def _with_zero(local: Sharded, stage: int, ahead: bool, kept: bool) -> Sharded:
+    """Return what ZeRO makes of a local function, made once for all policies of recomputation."""
+
+    def divided() -> Sharded | None:
+        found = zero(local, stage, ahead=ahead, kept=kept)
+        return None if found is local else found
+
+    return _ZEROED.get(local.function, (stage, ahead, kept), divided) or local
 
 
 def updates_last(function: Function) -> Function:
@@ -304,5 +314,6 @@ def _size(cut: Cut) -> int:
 
 _MEMORIES = Cache[Function, _KeptCuts]("what was made of a function", 1)
 _SEARCHED = Cache[Function, Cut]("results of searches, by division, schedule and cost model", 64)
+_ZEROED = Cache[Function, Sharded | None]("what ZeRO makes, by local function, stage and how", 4)
 _REMATERIALIZED = Cache[Function, Sharded]("what recomputes, by local function and policy", 64)
 """Cuts of it are shared as those of the local function are."""

@@ -112,13 +112,11 @@ def await_received(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Sta
 
 def _reading_norms(stages: Sequence[StageBlocks]) -> list[StageBlocks]:
     """Return the blocks of all stages, whose updates await on the host what multiplies all gradients."""
-    factors = {
-        key
-        for _, _, updates in stages
-        for _, block in updates
-        for key, value in zip(block.outputs, block.function.outputs, strict=True)
-        if any(op.op_type == _FACTOR and value in op.outputs for op in block.function.ops)
-    }
+    factors = set[Value]()
+    for block in [block for _, _, updates in stages for _, block in updates]:
+        found = {v for op in block.function.ops if op.op_type == _FACTOR for v in op.outputs}
+        keys = zip(block.outputs, block.function.outputs, strict=True)
+        factors.update([key for key, value in keys if value in found])
     made: dict[tuple[Function, Places], Function] = {}
     return [
         (forward, backward, tuple([(number, _reading_norm(own, factors, made)) for number, own in updates]))

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
 from distsim.cost.cost_model import DeviceCosts
-from distsim.ir import Op, Value, all_ops
+from distsim.ir import Op, Value, all_ops, callees
 from distsim.ops import operator, signature_of, work
-from distsim.transforms.recompute.joint import Joint
+from distsim.transforms.recompute.joint import Joint, Pair
 from distsim.transforms.recompute.saves import (
     EVERY_OUTPUT,
     JointGraph,
@@ -30,6 +30,21 @@ class Marks:
     tags: Mapping[Value, Tag]
     regions: Mapping[Value, int]
     replay: AbstractSet[Value]
+
+    def of(self, pair: Pair) -> Hashable:
+        """Return what is asked of the values of a pair, as a key."""
+        if not (self.tags or self.regions or self.replay):
+            return ()
+        functions = [each for callee in pair.callees for each in (*callees(callee), callee)]
+        inside = [v for each in functions for op in each.ops for v in op.outputs]
+        inside += [v for callee in pair.callees for v in callee.inputs]
+        return tuple(
+            [
+                (value, self.tags.get(value), self.regions.get(value), value in self.replay)
+                for value in dict.fromkeys(inside)
+                if value in self.tags or value in self.regions or value in self.replay
+            ]
+        )
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,7 +20,7 @@ from distsim.ops import operator, signature_of
 from distsim.transforms.kernels.fusion import kernel_groups
 from distsim.transforms.kernels.known import draws
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_pointwise
-from distsim.transforms.recompute.joint import Joint, PairRewriter, find_pairs, with_calls
+from distsim.transforms.recompute.joint import ChangedPair, Joint, changed_pair, find_pairs, with_calls
 from distsim.transforms.recompute.recompute import recompute
 from distsim.transforms.recompute.saves.flow import Edge, minimum_cut
 
@@ -51,22 +51,21 @@ def recompute_interiors(function: Function, kernels: Kernels) -> Function:
 def _rewritten(function: Function, kernels: Kernels, joins: Joins) -> Function | None:
     """Return the function in which something is made again, or None: what is kept does not hold its key."""
     change = partial(_without_interiors, kernels=kernels, joins=joins)
-    pairs, calls = PairRewriter(), dict[Op, Op]()
+    calls = dict[Op, Op]()
     for pair in find_pairs(Joint.of(function)):
-        calls.update(pairs.calls(pair, None, change))
-    joint = Joint.of(with_calls(function, calls))
-    made = change(joint).function
+        calls |= changed_pair(pair, (_rewritten, kernels.name), change).calls
+    made = change(Joint.of(with_calls(function, calls))).joint.function
     return None if made is function else made
 
 
-def _without_interiors(joint: Joint, kernels: Kernels, joins: Joins) -> Joint:
+def _without_interiors(joint: Joint, kernels: Kernels, joins: Joins) -> ChangedPair:
     """Return the joint function whose backward ops read of the forward kernels what a minimum cut saves."""
     cuts = _KernelCuts(joint, joins)
     ops = [op for op in joint.function.ops if op in joint.forward]
     for group in reversed(kernel_groups(ops, kernels, joins)):
         if len(group) > 1:
             cuts.cut([ops[place] for place in group])
-    return recompute(joint, cuts.saved) if cuts.dropped else joint
+    return ChangedPair(recompute(joint, cuts.saved) if cuts.dropped else joint)
 
 
 def runs_again(op: Op) -> bool:

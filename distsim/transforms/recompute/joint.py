@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
+from distsim.cache import Cache
 from distsim.ir import Function, Op, Role, Value, needed_ops, rewire_op, rewrite, substitute
 from distsim.ir.rewrite import flatten
 from distsim.transforms.op_graph import is_sum, numbered
@@ -126,9 +128,14 @@ class Pair:
     free: tuple[int, ...]
 
     @property
+    def callees(self) -> tuple[Function, Function]:
+        """The functions that the two Calls run."""
+        return self.forward.callee, self.backward.callee
+
+    @property
     def key(self) -> tuple[object, ...]:
-        """Equal for pairs of which the same becomes."""
-        return self.forward.callee, self.backward.callee, self.wiring, self.late, self.required, self.free
+        """Equal for pairs of the same forward callee of which the same becomes."""
+        return self.backward.callee, self.wiring, self.late, self.required, self.free
 
 
 def find_pairs(joint: Joint) -> list[Pair]:
@@ -245,24 +252,42 @@ def rewritten(pair: Pair, before: Joint, joint: Joint) -> Rewritten:
     return Rewritten(forward, _with_own_inputs(backward), pair.required, split.saved, reads)
 
 
-class PairRewriter:
-    """Rewrites pairs, those of which the same becomes once."""
+class ChangedPair(NamedTuple):
+    """What a change makes of the joint function of a pair; ``again``: a part that was asked for is run
+    again."""
 
-    def __init__(self) -> None:
-        self._done: dict[tuple[object, ...], Rewritten | None] = {}
+    joint: Joint
+    again: bool = False
 
-    def calls(self, pair: Pair, how: Hashable, change: Callable[[Joint], Joint]) -> dict[Op, Op]:
-        """Return the Calls that replace those of a pair of which ``change``, called ``how``, makes another
-        joint function; none where it makes the same."""
-        key = (*pair.key, how)
-        if key not in self._done:
-            before = joint_of(pair)
-            after = change(before)
-            self._done[key] = None if after is before else rewritten(pair, before, after)
-        found = self._done[key]
-        return (
-            {} if found is None else dict(zip((pair.forward, pair.backward), found.calls(pair), strict=True))
-        )
+
+class PairCalls(NamedTuple):
+    """The Calls that replace those of a pair, none where it stays as it is; ``again``: see
+    :class:`ChangedPair`."""
+
+    calls: Mapping[Op, Op]
+    again: bool
+
+
+def changed_pair(pair: Pair, how: Hashable, change: Callable[[Joint], ChangedPair]) -> PairCalls:
+    """Return what ``change`` makes of a pair, once for all pairs of which the same becomes, in any function.
+
+    ``how`` tells of all that the change depends on.
+    """
+
+    def make() -> tuple[Rewritten | None, bool]:
+        before = joint_of(pair)
+        after, again = change(before)
+        return None if after is before else rewritten(pair, before, after), again
+
+    found, again = _CHANGED.get(pair.forward.callee, (pair.key, how), make)
+    if found is None:
+        return PairCalls({}, again)
+    return PairCalls(dict(zip((pair.forward, pair.backward), found.calls(pair), strict=True)), again)
+
+
+_CHANGED = Cache[Function, tuple[Rewritten | None, bool]](
+    "what pairs of Calls become, by forward callee, wiring and change", 64
+)
 
 
 def with_calls(function: Function, calls: Mapping[Op, Op]) -> Function:

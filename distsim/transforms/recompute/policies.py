@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from enum import Enum
 from functools import partial
 
+from distsim.cache import cached
 from distsim.ops.rules import check_op_types
 from distsim.plan.recomputation import parse_remat
 from distsim.transforms.recompute.cheap_parts import inside_parts
@@ -81,6 +82,7 @@ class Policy:
         return self.text
 
 
+@cached("policies of recomputation, by name", 256)
 def policy_named(text: str) -> Policy:
     """Return the policy of a text.
 

@@ -13,7 +13,7 @@ from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.ops.conversion import ONCE
 from distsim.transforms.recompute.graph import Marks, graph_of
-from distsim.transforms.recompute.joint import Joint, Pair, PairRewriter, find_pairs, with_calls
+from distsim.transforms.recompute.joint import ChangedPair, Joint, Pair, changed_pair, find_pairs, with_calls
 from distsim.transforms.recompute.policies import Policy, Rule, Run, as_read, by_region, policy_named
 from distsim.transforms.recompute.recompute import recompute
 from distsim.transforms.recompute.saves import Tag
@@ -67,7 +67,6 @@ def rematerialize(
 class _Rematerializer:
     def __init__(self, policy: Policy, marks: Marks, costs: DeviceCosts) -> None:
         self.policy, self.marks, self.costs = policy, marks, costs
-        self.pairs = PairRewriter()
         self.found = False  # a part that runs again
 
     def run(self, function: Function, stages: Sequence[int]) -> Function:
@@ -84,14 +83,18 @@ class _Rematerializer:
             if rule is None:
                 continue
             change = partial(self.rewrite, rule=rule, run=self.policy.run)
-            calls.update(self.pairs.calls(pair, rule, change))
+            how = self.policy, rule, self.marks.of(pair), self.costs.key
+            replaced = changed_pair(pair, how, change)
+            calls |= replaced.calls
+            self.found = self.found or replaced.again
         if calls:
             function = with_calls(function, calls)
             joint = Joint.of(function)
         rule = self.rule(self.policy.rest)
         if rule is None:
             return function
-        again = self.rewrite(joint, rule).function
+        changed = self.rewrite(joint, rule)
+        self.found = self.found or changed.again
         if self.policy.named and not self.found:
             raise PlanError(
                 f"remat={self.policy}: {function.name} has no {self.policy.named}, so nothing would be "
@@ -103,7 +106,7 @@ class _Rematerializer:
                 "activations, or the op Attention), so nothing would be recomputed; use matmuls, min_cut or "
                 "full"
             )
-        return again
+        return changed.joint.function
 
     def check(self, function: Function, pairs: Sequence[Pair], stages: Sequence[int]) -> None:
         """Refuse a policy for blocks where there are none, or too few, and stages of other blocks."""
@@ -152,18 +155,19 @@ class _Rematerializer:
             return by_region
         return as_read if rule is None and self.marks.tags else rule
 
-    def rewrite(self, joint: Joint, rule: Rule, run: Run = Run.NEEDED) -> Joint:
+    def rewrite(self, joint: Joint, rule: Rule, run: Run = Run.NEEDED) -> ChangedPair:
         view = graph_of(joint, self.marks, self.costs)
         saved = view.chosen(rule(view.graph))
         behind = [op for op in joint.function.ops if joint.behind(op)]
         runs = {} if run is Run.NEEDED else _together(joint, saved, behind, run)
+        again = False
         if self.policy.parts is not None:
             runs = _by_part(joint, [view.chosen(part) for part in self.policy.parts(view.graph)], behind)
-            self.found = self.found or bool(runs)
+            again = bool(runs)
         made = joint.made
         dropped = any(v in made and v not in saved for op in behind for v in op.inputs)
-        self.found = self.found or (dropped and bool(self.policy.named))
-        return recompute(joint, saved, runs=runs) if dropped or runs else joint
+        again = again or (dropped and bool(self.policy.named))
+        return ChangedPair(recompute(joint, saved, runs=runs) if dropped or runs else joint, again)
 
 
 def _together(joint: Joint, saved: AbstractSet[Value], behind: Sequence[Op], run: Run) -> dict[Op, list[Op]]:
