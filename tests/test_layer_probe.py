@@ -7,7 +7,9 @@ import pytest
 from decoder_models import small
 from training_models import topology_of
 
-from distsim.compose.division import divided
+from distsim.compose import parallelize
+from distsim.compose.division import layouts_of
+from distsim.cost import CostModel
 from distsim.hardware.plan_mesh import plan_mesh
 from distsim.importer import load_model
 from distsim.ir import Device, Link, Topology, pformat
@@ -162,11 +164,32 @@ def test_nothing_is_told_of_layers_that_are_divided_otherwise_than_in_the_whole(
     def otherwise(function, mesh_, plan, kernels, costs_):
         if function is not step:
             mesh_, plan = mesh, other
-        return divided(function, mesh_, plan, kernels, costs.on(mesh_.devices[0]))
+        return layouts_of(function, mesh_, plan, kernels, costs.on(mesh_.devices[0]))
 
-    monkeypatch.setattr(layer_probe, "divided", otherwise)
+    monkeypatch.setattr(layer_probe, "layouts_of", otherwise)
     assert PlanEvaluator(problem).probed(whole, Standing()) is None
     assert PlanEvaluator(problem).probed(other, Standing()) is not None
+
+
+@pytest.mark.parametrize("name", [GPT, LLAMA, MIXTRAL])
+def test_layers_that_are_laid_out_alike_are_the_same_functions(name):
+    whole = step_of(name, 9)
+    few = shortened(whole, layers_of(whole), 4)
+    topology = topology_of(8)
+    costs, told = CostModel(topology), set()
+    for text in ("dp=8", "tp=2", "dp=2,tp=4", "dp=4,tp=2,sp=on", "tp=4,microbatches=4", "dp=2,tp=2"):
+        plan = Plan.parse(text)
+        mesh = plan_mesh(plan, topology)
+        given = mesh, plan, KERNELS["ops"], costs.on(mesh.devices[0])
+        alike = layouts_of(few, *given).of_callees() == layouts_of(whole, *given).of_callees()
+        programs = [parallelize(each, plan, topology) for each in (few, whole)]
+        passes = [
+            [op for s in p.stages for b in (s.forward, s.backward) for op in b.function.ops] for p in programs
+        ]
+        called = [{pformat(op.callee) for op in ops if op.is_call} for ops in passes]
+        assert alike == (called[0] == called[1])
+        told.add(alike)
+    assert told == ({True, False} if name == MIXTRAL else {True})
 
 
 def test_layers_take_no_less_in_other_pipelines_where_parameters_are_gathered():

@@ -35,7 +35,7 @@ from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import layers_of, offload, rematerialize
 from distsim.transforms.recompute.interiors import recompute_interiors
 from distsim.transforms.ring_keys import save_last_keys
-from distsim.transforms.sharding.shard import Sharded, shard
+from distsim.transforms.sharding.shard import Layouts, Sharded, layouts, shard
 
 
 def cut_of(
@@ -55,11 +55,11 @@ def cut_of(
     return found
 
 
-def divided(function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, costs: DeviceCosts) -> Function:
-    """Return what every rank runs of a function, before anything is recomputed, and it is cut."""
+def layouts_of(function: Function, mesh: Mesh, plan: Plan, kernels: Kernels, costs: DeviceCosts) -> Layouts:
+    """Return how a plan lays out a function on its ranks."""
     function = _as_attended(function, plan)
     memory = _MEMORIES.get(function, None, lambda: _KeptCuts(function))
-    return memory.sharded(function, Division.of(plan, plan.num_stages, costs, kernels)).function
+    return memory.layouts(function, Division.of(plan, plan.num_stages, costs, kernels))
 
 
 def _as_attended(function: Function, plan: Plan) -> Function:
@@ -202,10 +202,11 @@ class _KeptCuts:
         """Return what every rank runs, as it is divided, with so many levels of Calls written out."""
         outlined = function if self.outlined is None else self.outlined
         written = self.written[level - 1] if level else outlined
-        shown = key.dp if key.zero else min(key.dp, 2 * key.ep.dp)
-        kind, ulysses = parse_cp_kind(key.cp_kind)
-        mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
-        return shard(written, mesh, key.microbatches, key.dp, key.sp, kind)
+        return shard(written, *_ranks_of(key))
+
+    def layouts(self, function: Function, key: Division) -> Layouts:
+        """Return how it is divided, with no Calls written out."""
+        return layouts(function if self.outlined is None else self.outlined, *_ranks_of(key))
 
     def _keep(self, key: Division, cut: Cut) -> None:
         self.cuts[key] = cut
@@ -241,6 +242,14 @@ class _KeptCuts:
             outlined = function if self.outlined is None else self.outlined
             self.written.append(inline(self.written[-1] if level else outlined))
             self.numbered.append(Numbered(self.written[level]))
+
+
+def _ranks_of(key: Division) -> tuple[Mesh, int, int, bool, str]:
+    """Return what ranks and microbatches a function is sharded for, as :func:`shard` takes it."""
+    shown = key.dp if key.zero else min(key.dp, 2 * key.ep.dp)
+    kind, ulysses = parse_cp_kind(key.cp_kind)
+    mesh = logical_mesh(key.figures, shown, key.tp, key.cp, ulysses, key.ep, key.zero_ranks)
+    return mesh, key.microbatches, key.dp, key.sp, kind
 
 
 def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: int) -> Sharded:

@@ -6,11 +6,11 @@ import warnings
 from dataclasses import replace
 
 from distsim.compose import parallelize
-from distsim.compose.division import divided
+from distsim.compose.division import layouts_of
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.errors import DistsimError
 from distsim.hardware.plan_mesh import plan_mesh
-from distsim.ir import Function, pformat
+from distsim.ir import Function
 from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_work import LayerWork, layer_work
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
@@ -78,14 +78,9 @@ class LayerProbes:
         try:
             mesh = plan_mesh(probe, bounds.topology)
             costs = self._costs.on(mesh.devices[0])
-            few, all_ = (
-                divided(each, mesh, probe, bounds.kernels, costs) for each in (short, bounds.function)
+            few, every = (
+                layouts_of(each, mesh, probe, bounds.kernels, costs) for each in (short, bounds.function)
             )
         except DistsimError:
             return False
-        return _texts(few) == _texts(all_)
-
-
-def _texts(function: Function) -> set[str]:
-    """Return the texts of what a function calls."""
-    return {pformat(callee) for callee in dict.fromkeys(op.callee for op in function.ops if op.is_call)}
+        return few.of_callees() == every.of_callees()

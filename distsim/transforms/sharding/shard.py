@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from distsim.cache import Cache
 from distsim.errors import PlanError
@@ -161,10 +162,46 @@ def shard(
     key = (mesh, microbatches, dp, sp, context)
     found = memory.results.get(key)
     if found is None:
-        count = mesh.axis_size("dp") if dp is None else dp
-        found = memory.shard(function, mesh, microbatches, count, sp, context)
+        found = memory.shard(function, mesh, microbatches, dp, sp, context)
         memory.results[key] = found
     return found
+
+
+def layouts(
+    function: Function,
+    mesh: Mesh,
+    microbatches: int = 1,
+    dp: int | None = None,
+    sp: bool = False,
+    context: str = "allgather",
+) -> Layouts:
+    """Return how :func:`shard` lays out what it is given; nothing is written. Raises what that raises."""
+    memory = _KNOWN.get(function, (), lambda: _FunctionSharding(function))
+    return memory.layouts(function, mesh, microbatches, dp, sp, context)
+
+
+class Layouts(NamedTuple):
+    """What is decided of a ``function``, as it is divided, along each axis, the batch's first; ``parts`` are
+    the axes of the mesh into which each is cut. ``again``: see :func:`lower`."""
+
+    function: Function
+    decided: Mapping[DividedAxis, Decision]
+    parts: Mapping[DividedAxis, tuple[DividedAxis, ...]]
+    again: bool
+
+    def of_callees(self) -> list[tuple[object, ...]]:
+        """Return how all that the function calls is laid out: equal lists, of equal callees, make these the
+        same local functions."""
+        found: list[tuple[object, ...]] = []
+        for callee in callees(self.function):
+            found.append((callee.name, *map(self._of, callee.inputs)))
+            for op in callee.ops:
+                strategies = [decision.strategies.get(op) for decision in self.decided.values()]
+                found.append((op.op_type, *strategies, *map(self._of, op.outputs)))
+        return found
+
+    def _of(self, value: Value) -> tuple[object, ...]:
+        return tuple([(each.state(value), each.own.get(value)) for each in self.decided.values()])
 
 
 def _check_order(function: Function) -> None:
@@ -231,11 +268,13 @@ class _FunctionSharding:
         self.like: dict[tuple[object, ...], Lowered] = {}  # the first of those that differ in parts
         self.results: dict[tuple[Mesh, int, int | None, bool, str], Sharded] = {}
 
-    def shard(
-        self, function: Function, mesh: Mesh, microbatches: int, dp: int, sp: bool, context: str
-    ) -> Sharded:
+    def layouts(
+        self, function: Function, mesh: Mesh, microbatches: int, dp: int | None, sp: bool, context: str
+    ) -> Layouts:
+        """Return what is decided along every axis."""
         function = self.rewritten or function
         batch = batch_axis(mesh)
+        dp = mesh.axis_size("dp") if dp is None else dp
         shown, apart, of_dp = mesh.axis_size(batch), expert_axes(mesh), expert_axes_of_dp(mesh)
         ep = math.prod([mesh.axis_size(axis) for axis in of_dp])
         replicas = dp // ep
@@ -264,11 +303,19 @@ class _FunctionSharding:
             if axis.name in kinds:
                 own, choice = kinds[axis.name], decided[cut[axis][0]]
                 check_context(self.structure, choice, axis, own, mesh.axis_size(TENSOR))
+        return Layouts(function, decided, cut, sp or bool(kinds))
+
+    def shard(
+        self, function: Function, mesh: Mesh, microbatches: int, dp: int | None, sp: bool, context: str
+    ) -> Sharded:
+        function, decided, cut, again = self.layouts(function, mesh, microbatches, dp, sp, context)
+        dp = mesh.axis_size("dp") if dp is None else dp
         try:
-            lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
+            lowered = self._lower(function, mesh, microbatches, decided, again)
         except DegreeNeeded:
-            mesh = mesh.resized(mesh.devices[0], {batch: replicas})
-            lowered = self._lower(function, mesh, microbatches, decided, sp or bool(kinds))
+            replicas = dp // math.prod([mesh.axis_size(axis) for axis in expert_axes_of_dp(mesh)])
+            mesh = mesh.resized(mesh.devices[0], {batch_axis(mesh): replicas})
+            lowered = self._lower(function, mesh, microbatches, decided, again)
         return Sharded(
             lowered.function,
             mesh,
