@@ -273,8 +273,8 @@ class _FunctionSharding:
     ) -> Layouts:
         """Return what is decided along every axis."""
         function = self.rewritten or function
-        batch = batch_axis(mesh)
         dp = mesh.axis_size("dp") if dp is None else dp
+        batch = batch_axis(mesh)
         shown, apart, of_dp = mesh.axis_size(batch), expert_axes(mesh), expert_axes_of_dp(mesh)
         ep = math.prod([mesh.axis_size(axis) for axis in of_dp])
         replicas = dp // ep
