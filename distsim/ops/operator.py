@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, cast
 
+from distsim.cache import cached
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
 from distsim.ir.function import Op
@@ -246,7 +247,12 @@ def register(operator: Operator) -> Operator:
 def operator(op_type: str) -> Operator:
     """Return the operator of that name; an ONNX operator without own rules has only its name."""
     found = _OPERATORS.get(op_type)
-    return found if found is not None else Operator(op_type)
+    return found if found is not None else _without_rules(op_type)
+
+
+@cached("operators without rules of their own, by name", 1024)
+def _without_rules(op_type: str) -> Operator:
+    return Operator(op_type)
 
 
 def registered() -> tuple[str, ...]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from distsim.cache import cached
 from distsim.errors import PlanError
 from distsim.suggestions import did_you_mean
 
@@ -101,6 +102,7 @@ def parse_bucket(text: object) -> Fill:
     return Fill(number, elements=True) if unit == "p" else Fill(number * UNITS[unit])
 
 
+@cached("buckets of plans, by text, ranks and how they are sent", 4096)
 def buckets_of(
     text: str, dp: int, early: bool, zero: int, ahead: bool = False, blocking: bool = False
 ) -> Buckets:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -22,6 +23,9 @@ from distsim.cache import cached
 
 HUB = 32
 """A variable with more costs than this is weighed anew only when its turn comes."""
+
+SMALL = 4096
+"""The sums of tables of so many entries are kept until the choices are made, of larger ones the tables."""
 
 Scope = tuple[int, ...]
 """Variables, in order, whose choices together have a cost."""
@@ -256,12 +260,12 @@ class _Elimination:
                 table = table.transpose(read.axes)
             parts.append(table.reshape(read.shape))
             self.tables[read.slot] = None
-        # Which choice is best is asked in the end, for the choices of the neighbours that were made.
-        self.removed.append((step.variable, step.around, parts))
         total = parts[0]
         for part in parts[1:]:
             total = np.add(total, part, order="C")
-        self.add(step.slot, total.min(axis=0))
+        # Which choice is best is asked in the end, for the choices of the neighbours that were made.
+        self.removed.append((step.variable, step.around, parts if total.size > SMALL else [total]))
+        self.add(step.slot, np.minimum.reduce(total, axis=0))
 
     def fix(self, step: Fix) -> None:
         """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
@@ -281,9 +285,16 @@ class _Elimination:
         choices = [0] * self.count
         for variable, scope, parts in reversed(self.removed):
             at = [choices[v] for v in scope]
-            costs = 0.0
-            for part in parts:
-                own = [0 if size == 1 else place for place, size in zip(at, part.shape[1:], strict=True)]
-                costs = costs + part[(slice(None), *own)]
-            choices[variable] = int(np.argmin(costs))
+            first, *others = parts
+            costs = first[(slice(None), *_places(at, first))]
+            for part in others:
+                costs = costs + part[(slice(None), *_places(at, part))]
+            choices[variable] = int(costs.argmin())
         return Solution(tuple(choices), self.cost, self.proven)
+
+
+def _places(choices: Sequence[int], table: Table) -> Sequence[int]:
+    """Return where choices are in a table, but for its first axis; one that does not matter has one place."""
+    if 1 not in table.shape:
+        return choices
+    return [0 if size == 1 else place for place, size in zip(choices, table.shape[1:], strict=True)]
