@@ -97,6 +97,21 @@ def test_halves_of_backward_passes_take_no_less_than_the_whole_ones_that_a_probe
     assert before[1] < evaluator.least_bytes(plan, standing) <= trial.peak
 
 
+@pytest.mark.parametrize(
+    ("fields", "share"),
+    [
+        ("schedule=1f1b,sp=on", 0.9),  # 0.83 without what layers of a stage wait for each other
+        ("schedule=zb_h1,sp=on", 0.89),  # 0.85 with what whole backward passes compute
+        ("schedule=zb_h1,remat=full", 0.87),
+    ],
+)
+def test_layers_of_a_stage_wait_for_each_other_and_halves_of_backward_passes_for_more(evaluator, fields, share):
+    plan, standing = Plan.parse(f"tp=2,pp=4,microbatches=16,stages=layers,{fields}"), Standing()
+    assert evaluator.probed(plan, standing) is not None
+    seconds = evaluator.trial(plan).seconds
+    assert share * seconds < evaluator.bound(plan, standing) <= seconds
+
+
 @pytest.mark.parametrize("reason", [SLOWER, TOO_LARGE])
 def test_what_is_discarded_after_a_probe_was_not_built_and_teaches_others(evaluator, monkeypatch, reason):
     plan, probed = Plan.parse("dp=2,pp=4,microbatches=8,stages=layers"), Standing()

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from distsim.plan import Plan
-from distsim.plan_search.bounds.layer_work import LayerPassage, LayerWork, StageWork
+from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
 from distsim.plan_search.bounds.pipeline_bounds import (
     HeldParts,
     bytes_of_stages,

@@ -17,8 +17,9 @@ from distsim.errors import DistsimError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
+from distsim.plan_search.bounds.layer_figures import LayerWork, StageWork
 from distsim.plan_search.bounds.layer_probe import LayerProbes, probe_of
-from distsim.plan_search.bounds.layer_work import LayerWork, StageWork, is_product, layer_work
+from distsim.plan_search.bounds.layer_work import is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
 from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge
 from distsim.plan_search.bounds.plan_keys import PlanKeys, runs_alone

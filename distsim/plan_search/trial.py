@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from distsim.plan import Plan
-from distsim.plan_search.bounds.layer_work import LayerWork
+from distsim.plan_search.bounds.layer_figures import LayerWork
 
 SLOWER, TOO_LARGE, LATER = "time", "memory", "later"
 """Why a plan was discarded without being tried: its bounds are beyond the best so far, or the memory; or it

@@ -12,7 +12,9 @@ from distsim.errors import DistsimError
 from distsim.hardware.plan_mesh import plan_mesh
 from distsim.ir import Function
 from distsim.plan import Plan
-from distsim.plan_search.bounds.layer_work import LayerWork, layer_work
+from distsim.plan_search.bounds.half_work import half_work
+from distsim.plan_search.bounds.layer_figures import LayerWork
+from distsim.plan_search.bounds.layer_work import layer_work
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.bounds.saved_bytes import pending_bytes
 from distsim.plan_search.bounds.short_step import shortened
@@ -67,7 +69,7 @@ class LayerProbes:
             once = {key for key, maker in program.makers().items() if maker.once}
             stages = len(program.stages)
             pending = pending_bytes(program.stages[-1].forward, program.parts.halves[-1], once)
-            found = found._replace(pending=pending * stages)
+            found = found._replace(pending=pending * stages, halves=half_work(program, self._costs))
         return found.of_layers(self._bounds.layers)
 
     def _lie_alike(self, short: Function, probe: Plan) -> bool:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 
 from distsim.ir import Function, Op, Value, all_ops
-from distsim.plan_search.bounds.layer_work import LayerPassage, LayerWork
+from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork
 from distsim.plan_search.bounds.spans import is_product
 from distsim.transforms.op_graph import numbered
 

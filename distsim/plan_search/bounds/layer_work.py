@@ -8,6 +8,10 @@ any plan that divides a microbatch alike has in it counts: tasks that depend on 
 product of the layer depends. Casts of weights, gathers of parameters, launches, and what computation loses to
 collectives count as nothing; sums of gradients are told apart, since not all plans have the same.
 
+A stage of several layers takes longer than their spans: what the next layer takes in is gathered and added up
+after the last product of the one before, and nothing else computes within a block meanwhile. So of two layers
+of a stage the second begins when the first has sent, and what it sent was received (``between``).
+
 Where blocks are not made of calls, a product counts as what it takes, and all else as nothing; but for plans
 of the same stages, the span of the whole block counts.
 """
@@ -21,6 +25,7 @@ from typing import NamedTuple
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Op, Value
 from distsim.ops import operator
+from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
 from distsim.plan_search.bounds.saved_bytes import saved_bytes
 from distsim.plan_search.bounds.spans import LayerSpan, Passage, Spans, is_product
 from distsim.program.block import Block
@@ -28,122 +33,6 @@ from distsim.program.program import Program
 from distsim.schedule import FLUSH
 from distsim.simulation.maxplus.block_links import block_links
 from distsim.simulation.tasks.program_ranks import program_ranks
-
-
-class StageWork(NamedTuple):
-    """What a microbatch takes of the compute stream on a stage, in ``seconds``; how many ``layers`` the stage
-    has, the bytes that it has ``saved`` when backward begins, and those that are ``pending`` between halves
-    of a backward pass, 0: not known."""
-
-    seconds: float
-    layers: int
-    saved: int
-    pending: int = 0
-
-
-class LayerPassage(NamedTuple):
-    """What a microbatch takes at least from what a layer receives to what it sends, ``ahead`` in its forward
-    pass, ``behind`` in its backward pass; and the most that computes after it has sent a gradient (``late``).
-    """
-
-    ahead: float
-    behind: float
-    late: float
-
-
-class LayerWork(NamedTuple):
-    """``seconds`` for which a microbatch takes the compute stream, those that it is ``computing``, those of
-    them in the ``forward`` passes of layers and in the ``products`` of these, those for which forward passes
-    of layers are ``waiting`` for collectives, and the bytes that the ``layers``, so many, have ``saved`` when
-    backward begins; all summed over the ``stages``.
-
-    ``layer`` are the seconds of one of the layers, forward and backward, and ``head`` those of the products
-    outside of layers, if they are those of one operand of one op, and of what a loss makes of that: they are
-    on one stage. ``sums`` are those for which a device adds the gradients of a layer to what microbatches
-    before have left. 0: not known.
-    ``passage`` is the way through a layer, where each takes in what the one before makes, and nothing else
-    that differs between microbatches. ``backward`` are the seconds of products in backward passes of layers,
-    ``outside`` those of products outside of layers. ``pending`` are bytes of all layers that are held between
-    two halves of a backward pass, if it is made in halves.
-    """
-
-    seconds: float
-    computing: float
-    forward: float
-    products: float
-    waiting: float
-    saved: int
-    layers: int
-    layer: float = 0.0
-    head: float = 0.0
-    stages: tuple[StageWork, ...] = ()
-    passage: LayerPassage | None = None
-    sums: float = 0.0
-    backward: float = 0.0
-    outside: float = 0.0
-    pending: int = 0
-
-    @property
-    def work(self) -> float:
-        """The seconds of all products of a microbatch."""
-        return self.products + self.backward + self.outside
-
-    def in_halves(self, waits: bool) -> LayerWork:
-        """Return what holds where backward passes are in two halves: all that is computed, in more kernels.
-
-        Collectives of backward may run beside other halves; forward passes are the same, and wait as before
-        (``waits``), unless another pass computes meanwhile.
-        """
-        seconds = self.computing + (self.waiting if waits else 0.0)
-        layer = (seconds - self.head) / self.layers if self.layer and self.head and self.layers else 0.0
-        passage = self.passage and LayerPassage(self.passage.ahead, 0.0, 0.0)
-        head = self.head if layer else 0.0
-        work = LayerWork(seconds, self.computing, 0.0, 0.0, 0.0, 0, self.layers)
-        return work._replace(layer=layer, head=head, stages=self.stages, passage=passage)
-
-    def of_layers(self, count: int) -> LayerWork:
-        """Return what so many of these layers do, each the same, and what is beside them; no stages."""
-        most, layers = count / self.layers, self.layers
-        beside = self.seconds - layers * self.layer
-        return self._replace(
-            seconds=count * self.layer + beside,
-            computing=most * (self.computing - beside) + beside,
-            forward=most * self.forward,
-            products=most * self.products,
-            waiting=most * self.waiting,
-            saved=self.saved * count // layers,
-            pending=self.pending * count // layers,
-            layers=count,
-            backward=most * self.backward,
-            stages=(),
-        )
-
-    def least(self, other: LayerWork) -> LayerWork:
-        """Return what holds of both."""
-        return LayerWork(
-            min(self.seconds, other.seconds),
-            min(self.computing, other.computing),
-            min(self.forward, other.forward),
-            min(self.products, other.products),
-            min(self.waiting, other.waiting),
-            min(self.saved, other.saved),
-            self.layers,
-            min(self.layer, other.layer),
-            min(self.head, other.head),
-            self.stages or other.stages,
-            _least_passage(self.passage, other.passage),
-            min(self.sums, other.sums),
-            min(self.backward, other.backward),
-            min(self.outside, other.outside),
-            min(self.pending, other.pending) or max(self.pending, other.pending),
-        )
-
-
-def _least_passage(one: LayerPassage | None, two: LayerPassage | None) -> LayerPassage | None:
-    """Return what holds of both; stages of one layer each do not tell."""
-    if one is None or two is None:
-        return one or two
-    return LayerPassage(min(one.ahead, two.ahead), min(one.behind, two.behind), max(one.late, two.late))
 
 
 def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
@@ -157,21 +46,23 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         return None
     spans = Spans(ranks, cost_model)
     once = {key for key, maker in program.makers().items() if maker.once}
-    passes: list[tuple[_BlockWork, _BlockWork]] = []
+    passes: list[tuple[BlockWork, BlockWork]] = []
     for stage in program.stages:
-        forward = _block_work(stage.forward, once, spans, ahead=True)
-        backward = _block_work(stage.backward, once, spans, ahead=False)
+        forward = block_work(stage.forward, once, spans, ahead=True)
+        backward = block_work(stage.backward, once, spans, ahead=False)
         if forward is None or backward is None:
             return None
         passes.append((forward, backward))
     saved = [saved_bytes(stage.forward, stage.backward, once) for stage in program.stages]
     head = _head_seconds(passes)
     losses = [one.around + two.around if head else 0.0 for one, two in passes]
+    passage = _layer_passage(passes)
+    between = passage.between if passage else 0.0
     stages = [
-        StageWork(one.of_stage + two.of_stage + loss, one.layers, max(own))
+        StageWork(one.of_stage + two.of_stage + loss + max(one.layers - 1, 0) * between, one.layers, max(own))
         for (one, two), loss, own in zip(passes, losses, saved, strict=True)
     ]
-    ahead, behind = (_least_of_calls(each) for each in zip(*passes, strict=True))
+    ahead, behind = (least_of_calls(each) for each in zip(*passes, strict=True))
     outside = sum(sum(one.products) + sum(two.products) for one, two in passes)
     beside, layers = outside + sum(losses), sum(stage.layers for stage in stages)
     return LayerWork(
@@ -185,7 +76,7 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         (ahead.seconds + behind.seconds) / layers if _are_whole(passes) else 0.0,
         head + sum(losses),
         tuple(stages),
-        _layer_passage(passes),
+        passage,
         _layer_sums([stage.backward for stage in program.stages], passes, spans),
         behind.products,
         outside,
@@ -202,7 +93,7 @@ class _LeastOfCalls(NamedTuple):
     waiting: float
 
 
-def _least_of_calls(blocks: Iterable[_BlockWork]) -> _LeastOfCalls:
+def least_of_calls(blocks: Iterable[BlockWork]) -> _LeastOfCalls:
     """Return that of blocks: as many calls as each callee has taken to take as the one that takes least."""
     each: dict[Function, list[_LeastOfCalls]] = {}
     for block in blocks:
@@ -215,7 +106,7 @@ def _least_of_calls(blocks: Iterable[_BlockWork]) -> _LeastOfCalls:
 _NO_CALLS = _LeastOfCalls(0.0, 0.0, 0.0, 0.0)
 
 
-def _layer_passage(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> LayerPassage | None:
+def _layer_passage(passes: Sequence[tuple[BlockWork, BlockWork]]) -> LayerPassage | None:
     """Return that of a layer; None where layers are not known (:func:`_are_whole`), or are no chain."""
     if not _are_whole(passes):
         return None
@@ -224,13 +115,22 @@ def _layer_passage(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> LayerPass
     if len(forward) != 1 or len(backward) != 1:
         return None
     (ahead,), (behind,) = forward, backward
-    if ahead is None or behind is None or not ahead.alone:
+    if ahead is None or behind is None or not ahead.follows:
         return None
     longest = max(span.seconds for _, each in passes for _, span in each.calls)
-    return LayerPassage(ahead.seconds, behind.seconds, longest - behind.lead)
+    waits = [min(waits_between(each) for each in own if each.calls) for own in zip(*passes, strict=True)]
+    return LayerPassage(ahead.seconds, behind.seconds, max(longest - behind.lead, 0.0), *waits)
 
 
-def _are_whole(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> bool:
+def waits_between(block: BlockWork) -> float:
+    """Return by how much later a layer of a block begins than the last product of the one before ends."""
+    passage = block.passage
+    if passage is None or not passage.follows:
+        return 0.0
+    return max(passage.entry + passage.lead - max(span.seconds for _, span in block.calls), 0.0)
+
+
+def _are_whole(passes: Sequence[tuple[BlockWork, BlockWork]]) -> bool:
     """Whether each layer is one call forward, and the same calls backward wherever it is, so that a stage has
     whole layers."""
     for stage in passes:
@@ -242,7 +142,7 @@ def _are_whole(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> bool:
 
 
 def _callees(
-    passes: Sequence[tuple[_BlockWork, _BlockWork]],
+    passes: Sequence[tuple[BlockWork, BlockWork]],
 ) -> set[tuple[frozenset[Function], frozenset[Function]]]:
     """Return what the layers of each stage call forward and backward: one thing where all are equal."""
     return {
@@ -252,7 +152,7 @@ def _callees(
     }
 
 
-def _head_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
+def _head_seconds(passes: Sequence[tuple[BlockWork, BlockWork]]) -> float:
     """Return the seconds of the products outside of layers; 0 unless they are of one product."""
     forward = [(stage, seconds) for stage, (one, _) in enumerate(passes) for seconds in one.products]
     backward = [(stage, seconds) for stage, (_, two) in enumerate(passes) for seconds in two.products]
@@ -262,7 +162,7 @@ def _head_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
 
 
 def _layer_sums(
-    blocks: Sequence[Block], passes: Sequence[tuple[_BlockWork, _BlockWork]], spans: Spans
+    blocks: Sequence[Block], passes: Sequence[tuple[BlockWork, BlockWork]], spans: Spans
 ) -> float:
     """Return the seconds for which gradients of a layer are added to sums, the least on any stage.
 
@@ -290,7 +190,7 @@ def _hands_on(op: Op) -> bool:
     )
 
 
-class _BlockWork(NamedTuple):
+class BlockWork(NamedTuple):
     """The ``calls`` of a block, each with its span, what its other products take, and what is ``around``
     these, made of them in the forward pass, for them in the backward pass, the span of the ``whole`` where
     there are no calls, and the ``passage`` through each call where all are of one callee, and each
@@ -323,7 +223,7 @@ class _BlockWork(NamedTuple):
         return max(self.seconds, self.whole)
 
 
-def _block_work(block: Block, once: set[Value], spans: Spans, ahead: bool) -> _BlockWork | None:
+def block_work(block: Block, once: set[Value], spans: Spans, ahead: bool) -> BlockWork | None:
     """Return that of a block; None if it differs between stages."""
     function = block.function
     given = tuple([key in once for key in block.inputs])
@@ -345,7 +245,7 @@ def _block_work(block: Block, once: set[Value], spans: Spans, ahead: bool) -> _B
     if whole is None:
         return None
     around = _seconds_around(function, fixed, spans, ahead)
-    return _BlockWork(tuple(calls), tuple(products), around, whole.seconds, _passage(function, fixed, spans))
+    return BlockWork(tuple(calls), tuple(products), around, whole.seconds, _passage(function, fixed, spans))
 
 
 def _seconds_around(function: Function, fixed: set[Value], spans: Spans, ahead: bool) -> float:

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from distsim.cache import cached
 from distsim.errors import PartitionError, ScheduleError
 from distsim.plan import Plan, parse_schedule, parse_stages
-from distsim.plan_search.bounds.layer_work import LayerPassage, LayerWork, StageWork
+from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
 from distsim.schedule import FLUSH, SCHEDULES, Kind
 from distsim.schedule import schedule as schedule_named
 from distsim.schedule.codes import kind_of, number_of

@@ -44,8 +44,8 @@ from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.buckets import buckets_of
 from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, sends_at_once
+from distsim.plan_search.bounds.layer_figures import LayerWork, StageWork
 from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
-from distsim.plan_search.bounds.layer_work import LayerWork, StageWork
 from distsim.plan_search.bounds.pipeline_bounds import (
     HeldParts,
     bytes_of_stages,
@@ -243,6 +243,9 @@ class PlanBounds:
         # A mean over microbatches: the first begins the sums.
         sums = known.sums * (count - 1) / count if _has_flush(plan.schedule) else 0.0
         added = sums * layers.layers if layers else 0.0
+        passage = layers.passage if layers and known.whole and runs_alone(plan) else None
+        if passage and layers:  # of a stage that begins between layers all but the first follow another one
+            added += passage.between * max(layers.layers - plan.num_stages, 0)
         busy = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
         sent = self._traffic.seconds(plan, self.topology) if _has_flush(plan.schedule) else NO_TRAFFIC
         found = max((busy + added) * count / plan.pp + sent.exposed, sent.busy)
@@ -250,7 +253,6 @@ class PlanBounds:
             return found
         # Where a rank has several copies of stages, microbatches are divided over these, and so are layers.
         whole = seconds_of_layers(plan, layers, sums) if layers and runs_alone(plan) else 0.0
-        passage = layers.passage if layers and known.whole else None
         stages = [
             stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
         ]
@@ -277,14 +279,22 @@ class PlanBounds:
             return known.stages
         work = known.layers or self._least_work(plan)
         layer, head = (work.layer, work.head) if work else (0.0, 0.0)
+        passage = work.passage if work and known.whole and runs_alone(plan) else None
+        between = passage.between if passage else 0.0
         saved, pending = self._saved(plan, known) / self.layers, known.pending / self.layers
         heads = [0.0] * (len(counts) - 1) + [head]
         # Nobody may wait for the first stage, whose first half is nothing then: what is saved is there still.
         halves = [min(saved, pending)] + [pending] * (len(counts) - 1)
+        times = [n * layer + max(n - 1, 0) * between for n in counts]
+        if work and work.halves and splits_backward(plan):
+            apart = work.halves
+            # Nobody waits for the first stage: its backward pass is whole.
+            later = [n * apart.layer + max(n - 1, 0) * apart.between for n in counts[1:]]
+            times[1:] = map(max, times[1:], later)
         return tuple(
             [
-                StageWork(n * layer + h, n, int(n * saved), int(n * half))
-                for n, h, half in zip(counts, heads, halves, strict=True)
+                StageWork(seconds + h, n, int(n * saved), int(n * half))
+                for seconds, n, h, half in zip(times, counts, heads, halves, strict=True)
             ]
         )
 

@@ -3,6 +3,7 @@ in to what goes out."""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -43,13 +44,16 @@ class LayerSpan(NamedTuple):
 
 
 class Passage(NamedTuple):
-    """What one call after the other goes through: the ``seconds`` from what comes in to what goes out by what
-    reads what, and those to there from where the call begins to compute (``lead``). ``alone``: whether all
-    that counts in it follows from what comes in."""
+    """What one call after the other goes through: the ``seconds`` from what comes in to what goes out.
+
+    ``lead`` are those to there from where the call begins to compute. ``follows``: whether it begins, with
+    what counts, after what comes in; ``entry`` seconds later at least.
+    """
 
     seconds: float
     lead: float
-    alone: bool
+    entry: float
+    follows: bool
 
 
 class Spans:
@@ -109,7 +113,7 @@ def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> LayerSpan:
     """Return the longest path through the tasks that count, from one that computes to one that does."""
     deps = _lists(tasks.deps, tasks.dep_start)
     before, _ = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))
-    counts, computes = _counting(tasks, deps, fixed), _computing(tasks)
+    counts, computes = _counting(tasks, deps, fixed, _needed(tasks, deps)), _computing(tasks)
     ahead = _lists(before, tasks.stream_start)
     reached: list[float] = []
     for task, (own, computing) in enumerate(zip(deps, computes, strict=True)):
@@ -126,11 +130,21 @@ def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> LayerSpan:
 
 
 def _passage(tasks: BlockTasks, fixed: tuple[bool, ...], place: int, result: int) -> Passage | None:
-    """Return the passage from an input to a result, on the rank where it is least."""
-    deps = _lists(tasks.deps, tasks.dep_start)
-    counts, computes = _counting(tasks, deps, fixed), _computing(tasks)
+    """Return the passage from an input to a result, on the rank where it is least.
+
+    What the result follows from counts as well: products of the next call follow from it.
+    """
+    makers: list[int] = tasks.makers[result].tolist()
+    if any(task < 0 for task in makers):
+        return None
+    deps, computes = _lists(tasks.deps, tasks.dep_start), _computing(tasks)
+    needed = _needed(tasks, deps, makers)
+    counts = _counting(tasks, deps, fixed, needed)
+    of_what_comes_in = _counting(tasks, deps, tuple([own != place for own in range(len(fixed))]), needed)
+    before, _ = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))
+    ahead = _lists(before, tasks.stream_start)
     enters = [-2 - port for port, (own, _) in enumerate(tasks.ports.tolist()) if own == place]
-    through, led = list[float](), list[float]()
+    through, led, first = list[float](), list[float](), -1
     for task, own in enumerate(deps):
         takes = float(tasks.durations[task]) * counts[task]
         came = max(
@@ -138,14 +152,18 @@ def _passage(tasks: BlockTasks, fixed: tuple[bool, ...], place: int, result: int
             default=-np.inf,
         )
         through.append(came + takes)
-        begun = max([led[other] for other in own if other >= 0], default=-np.inf)
+        begun = max([led[other] for other in (*own, *ahead[task]) if other >= 0], default=-np.inf)
         led.append((max(begun, 0.0) if computes[task] else begun) + takes)
-    makers: list[int] = tasks.makers[result].tolist()
-    if any(task < 0 for task in makers):
-        return None
+        if first < 0 and takes and computes[task]:
+            first = task
     seconds, lead = min(through[task] for task in makers), min(led[task] for task in makers)
-    alone = counts == _counting(tasks, deps, tuple([own != place for own in range(len(fixed))]))
-    return Passage(seconds, lead, alone) if seconds > 0 and lead > 0 else None
+    if first < 0 or not (seconds > 0 and lead > 0):
+        return None
+    # All that computes comes after the first task that does, on a stream that runs in order.
+    if not of_what_comes_in[first]:
+        return Passage(seconds, lead, 0.0, False)
+    entry = through[first] - float(tasks.durations[first])
+    return Passage(max(seconds, entry + lead), lead, entry, True)
 
 
 def _computing(tasks: BlockTasks) -> list[bool]:
@@ -154,33 +172,32 @@ def _computing(tasks: BlockTasks) -> list[bool]:
     return [any(tasks.stream_table[stream].name == "compute" for stream in own) for own in streams]
 
 
-def _counting(tasks: BlockTasks, deps: list[list[int]], fixed: tuple[bool, ...]) -> list[bool]:
-    """Return of each task whether it counts: it depends on the microbatch, and a product depends on it."""
-    of_microbatch = _of_microbatch(tasks, deps, fixed)
-    return [a and b for a, b in zip(of_microbatch, _before_products(tasks, deps), strict=True)]
-
-
 def _lists(values: Ints, start: Ints) -> list[list[int]]:
     bounds: list[int] = start.tolist()
     return [values[a:b].tolist() for a, b in pairwise(bounds)]
 
 
-def _of_microbatch(tasks: BlockTasks, deps: list[list[int]], fixed: tuple[bool, ...]) -> list[bool]:
-    """Return of each task whether it reads what differs between microbatches."""
+def _counting(
+    tasks: BlockTasks, deps: list[list[int]], fixed: tuple[bool, ...], needed: list[bool]
+) -> list[bool]:
+    """Return of each task whether it counts: it is ``needed``, and reads what is not ``fixed``, as what is of
+    a microbatch."""
     given = [not fixed[place] for place, _ in tasks.ports.tolist()]
     once = [_is_apart(op) for op in tasks.op_table]
     found: list[bool] = []
     for task, own in enumerate(deps):
         reads = any(found[other] if other >= 0 else given[-2 - other] for other in own)
         found.append(reads and not once[tasks.op[task]])
-    return found
+    return [own and counts for own, counts in zip(found, needed, strict=True)]
 
 
-def _before_products(tasks: BlockTasks, deps: list[list[int]]) -> list[bool]:
-    """Return of each task whether it is a product, or one depends on it."""
+def _needed(tasks: BlockTasks, deps: list[list[int]], makers: Iterable[int] = ()) -> list[bool]:
+    """Return of each task whether it is a product or one of ``makers``, or one of these depends on it."""
     products = [is_product(op) for op in tasks.op_table]
     numbers: list[int] = tasks.op.tolist()
     found = [products[op] for op in numbers]
+    for task in makers:
+        found[task] = True
     for task in reversed(range(len(tasks))):
         if found[task]:
             for other in deps[task]:
