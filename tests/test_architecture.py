@@ -120,9 +120,11 @@ def top(module: str) -> str:
 def statements(node: ast.AST, at_import_time: bool) -> Iterator[ast.stmt]:
     """Import statements below `node`; at import time means outside functions and TYPE_CHECKING."""
     for child in ast.iter_child_nodes(node):
+        if isinstance(child, ast.expr):
+            continue
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
-        skipped = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+        skipped = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
             isinstance(child, ast.If) and ast.unparse(child.test).endswith("TYPE_CHECKING")
         )
         if not (at_import_time and skipped):
@@ -156,7 +158,9 @@ def outside(tree: ast.AST) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add(node.module or "")
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module"):
+        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith(
+            "import_module"
+        ):
             found.update(arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
     tops = {name.split(".")[0] for name in found}
     return tops - set(sys.stdlib_module_names) - {"distsim"}

@@ -116,12 +116,10 @@ CASES = [
     ("mixtral", "dp=2,microbatches=2", 2, 1),
     ("mixtral", "dp=8,ep=4", 4, 1),  # sequences of several ranks
     ("mixtral", "dp=4,ep=4,tp=2", 1, 1),
-    ("mixtral", "dp=4,ep=2,tp=2,sp=on", 2, 2),
     ("mixtral", "dp=2,ep=2,cp=2", 1, 4),
     ("mixtral", "dp=2,ep=2,cp=2,cp_kind=ring,tp=2,sp=on,pp=2,microbatches=2", 1, 8),
     ("mixtral", "pp=2,microbatches=4,remat=full", 2, 1),
     ("mixtral", "dp=2,ep=4,tp=2,etp=1,sp=on", 1, 2),
-    ("mixtral", "dp=2,pp=4,microbatches=2", 1, 1),
     ("deepseek", "dp=2,ep=2,pp=3,microbatches=4,stages=layers", 1, 1),
     ("deepseek", "dp=2,ep=2,pp=2,microbatches=4,schedule=zb_h1,zero=2", 1, 1),
     ("deepseek", "dp=2,pp=2,microbatches=2,zero=3,remat=min_cut", 2, 1),

@@ -1,6 +1,7 @@
 """The backward pass in halves: I, then W, is the block; what is waited for, and no more, is in I."""
 
 from dataclasses import replace
+from functools import cache
 from random import Random
 from weakref import ref
 
@@ -75,9 +76,14 @@ CASES = [
 ]
 
 
+@cache
+def trained(model: str) -> Function:
+    return differentiate(MODELS[model](), SGD(lr=0.1))
+
+
 @pytest.mark.parametrize(("model", "plan"), CASES)
 def test_a_step_with_halves_computes_what_one_device_computes(model, plan):
-    joint = differentiate(MODELS[model](), SGD(lr=0.1))
+    joint = trained(model)
     plan = Plan.parse(plan)
     program = parallelize(joint, plan, topology_of(plan.dp * plan.tp * plan.pp))
     stages, readers = [], reads(program)

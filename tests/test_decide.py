@@ -67,8 +67,13 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize(("tp", "dp", "microbatches"), [(2, 1, 1), (4, 2, 1), (2, 2, 2), (1, 1, 4)])
-@pytest.mark.parametrize("name", MODELS)
+DEGREES = [(2, 1, 1), (4, 2, 1), (2, 2, 2), (1, 1, 4)]
+
+
+@pytest.mark.parametrize(  # each model with every other
+    ("name", "tp", "dp", "microbatches"),
+    [(name, *each) for at, name in enumerate(MODELS) for each in DEGREES[at % 2 :: 2]],
+)
 def test_one_choice_for_values_that_are_alike_costs_what_one_choice_each_costs(name, tp, dp, microbatches):
     function, tp = MODELS[name](), 2 if name in ("bert", "forward") else tp
     assert_merging_costs_nothing(function, tp, dp, microbatches, proven=True)

@@ -54,7 +54,6 @@ CASES = [
     ("mixtral", "dp=2,tp=2", 1, SKEWED),  # no ranks of experts: nothing to bring together
     ("mixtral", "dp=4,ep=2,tp=2,sp=on,pp=2,microbatches=2", 2, SKEWED),
     ("mixtral", "dp=2,ep=2,cp=2", 4, SKEWED),
-    ("deepseek", "dp=4,ep=4,tp=2", 1, SKEWED),
     ("deepseek", "dp=2,ep=2,pp=2,microbatches=4,schedule=zb_h1,zero=2,remat=full", 1, SKEWED),
     ("deepseek", "dp=4,ep=2,microbatches=2,zero=3", 1, EVEN),
     ("mixtral", "dp=2,ep=4,cp=2,microbatches=2", 4, SKEWED),  # over ranks of dp and cp

@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -33,6 +34,7 @@ TWICE = ("fused", "fused_2021", "fused_2022", "eager", "eager_waiting", "compile
 ONCE = ("eager_deepspeed", "fused_deepspeed")
 
 
+@cache
 def training(precision="mixed_fp16", clip=1.0, batch=4):
     return differentiate(small_gpt(batch=batch), Adam(), precision=precision_named(precision), clip=clip)
 

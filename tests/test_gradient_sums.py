@@ -1,6 +1,7 @@
 """Sums of gradients: onto zeros, and added by the products that make them."""
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from training_models import computed_over_ranks, small_gpt, topology_of
@@ -8,7 +9,7 @@ from training_models import computed_over_ranks, small_gpt, topology_of
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.cost.efficiency import efficiencies
-from distsim.ir import Device, Role, Topology, all_ops
+from distsim.ir import Device, Function, Role, Topology, all_ops
 from distsim.models import gpt, llama
 from distsim.ops import op_label, signature_of, work
 from distsim.ops.operator import Work
@@ -23,13 +24,22 @@ ADDS = "MatMulGradB+AccumulateInto"
 BUILDERS = {
     "gpt": lambda batch: gpt(2, 8, 4, 4, batch, 16),
     "llama": lambda batch: llama(2, 16, 4, 2, 24, 4, batch, 16),
+    "small": lambda batch: small_gpt(batch=batch),
+    "four layers": lambda batch: small_gpt(batch=batch, layers=4),
 }
 
 
+@cache
+def trained(model: str, batch: int, precision: str | None = None) -> Function:
+    policy = precision_named(precision) if precision else None
+    return differentiate(BUILDERS[model](batch), Adam(), precision=policy)
+
+
 def program_of(text="microbatches=3", kernels="fused", precision="mixed", model="gpt", batch=6):
-    joint = differentiate(BUILDERS[model](batch), Adam(), precision=precision_named(precision))
     plan = Plan.parse(text)
-    return parallelize(joint, plan, topology_of(plan.devices), kernels=KERNELS[kernels])
+    return parallelize(
+        trained(model, batch, precision), plan, topology_of(plan.devices), kernels=KERNELS[kernels]
+    )
 
 
 def ops_of(program, *labels):
@@ -47,8 +57,8 @@ def ops_of(program, *labels):
     ],
 )
 def test_every_rank_computes_the_same_step_however_gradients_are_summed(kernels, text):
-    layers = {"layers": 4} if "chunks" in text else {}
-    computed_over_ranks(differentiate(small_gpt(batch=8, **layers), Adam()), Plan.parse(text), kernels)
+    joint = trained("small" if "chunks" not in text else "four layers", 8)
+    computed_over_ranks(joint, Plan.parse(text), kernels)
 
 
 @pytest.mark.parametrize("microbatches", [1, 3])

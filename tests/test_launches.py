@@ -1,6 +1,7 @@
 """The host issues kernels on a stream of its own, in both engines, and waits for what a stage receives."""
 
 from dataclasses import replace
+from functools import cache
 
 import numpy as np
 import pytest
@@ -9,7 +10,17 @@ from training_models import assert_all_readers_agree, small_gpt
 from distsim.compose import parallelize
 from distsim.errors import CostError, TopologyError
 from distsim.executor import CostModel, Simulator
-from distsim.ir import NO_ATTRIBUTES, Attributes, Device, FunctionMaker, Link, Mesh, Tensor, Topology
+from distsim.ir import (
+    NO_ATTRIBUTES,
+    Attributes,
+    Device,
+    Function,
+    FunctionMaker,
+    Link,
+    Mesh,
+    Tensor,
+    Topology,
+)
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.topology import Level
 from distsim.ir.type import Float
@@ -120,6 +131,12 @@ def test_names_that_nobody_knows_are_refused():
     assert CostModel(cluster(1), kernels="ops").kernels == ""
 
 
+@cache
+def trained(layers: int, attention: str = "") -> Function:
+    model = small_gpt(layers=layers, batch=16)
+    return differentiate(set_attention(model, attention) if attention else model, Adam())
+
+
 PLANS = [
     "pp=2,microbatches=4",
     "dp=2,tp=2,pp=2,microbatches=4,sp=on",
@@ -133,13 +150,10 @@ PLANS = [
 
 @pytest.mark.parametrize("text", PLANS)
 def test_all_readers_agree_on_steps_with_launches(text):
-    model = small_gpt(layers=4, batch=16)
-    if "cp=" in text:
-        model = set_attention(model, "flash")
-    plan = Plan.parse(text)
+    plan, joint = Plan.parse(text), trained(4, "flash" if "cp=" in text else "")
     topology = cluster(plan.devices)
     costs = CostModel(topology, kernels="eager")
-    program = parallelize(differentiate(model, Adam()), plan, topology, costs, kernels=KERNELS["eager"])
+    program = parallelize(joint, plan, topology, costs, kernels=KERNELS["eager"])
     assert_all_readers_agree(program, costs)
     plain = Simulator(CostModel(topology)).simulate(program).step_time
     assert Simulator(costs).simulate(program).step_time > plain
@@ -184,7 +198,7 @@ def test_hosts_that_wait_for_their_device_before_each_microbatch(text, name):
     topology = cluster(plan.devices)
     costs = CostModel(topology, kernels="fused")
     topology = costs.topology
-    joint = differentiate(small_gpt(layers=4, batch=16), Adam())
+    joint = trained(4)
     free = replace(KERNELS[name], name="free", waiting="nowhere", receiving="stream")
     made = [parallelize(joint, plan, topology, costs, kernels=kernels) for kernels in (free, KERNELS[name])]
     assert_all_readers_agree(made[1], costs)
@@ -206,7 +220,7 @@ def test_hosts_of_stages_that_read_the_batch_alone_wait_for_their_device():
     """The first, which reads tokens, and the last, which reads labels: those between receive all."""
     plan = Plan.parse("pp=4,microbatches=8")
     topology = cluster(plan.devices)
-    joint = differentiate(small_gpt(layers=8, batch=16), Adam())
+    joint = trained(8)
     waiting = {}
     for name in ("eager", "eager_waiting", "fused_waiting", "fused"):
         program = parallelize(joint, plan, topology, kernels=KERNELS[name])

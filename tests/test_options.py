@@ -16,7 +16,7 @@ from distsim.study.options import BACKWARD, LAYOUT, SIZES, TRAINING, ModelOption
 from distsim.study.training_step import training_step
 from distsim.transforms import SGD, differentiate
 
-GPT = ("gpt:layers=2,hidden=32,heads=2,vocab=64", "--batch", "4")
+GPT = ("gpt:layers=1,hidden=32,heads=2,vocab=64", "--batch", "4")
 COMMANDS = {
     "partition": ("simulate", *GPT, "--cluster", "dgx-a100", "--partition", "single"),
     "show": ("show", *GPT),

@@ -6,6 +6,7 @@ Korthikanti et al. 2022, 2205.05198): s tokens, b samples, h width, t ranks, V v
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from test_activation_memory import CLUSTER, DROPPING, GROUPS, LLAMA, LOG_SUM_EXP, SBH, A, B, F, S, layer
@@ -53,14 +54,21 @@ LAYOUTS = [
 ]
 
 
+@cache
+def case(name: str):
+    """A joint function, inputs, and what one device makes of them."""
+    joint = differentiate(MODELS[name](), Adam())
+    inputs = random_inputs(joint)
+    return joint, inputs, SequentialExecutor().compute(joint, inputs)
+
+
 @pytest.mark.parametrize("sp", ["off", "on"])
 @pytest.mark.parametrize(("name", "degrees", "microbatches", "options"), LAYOUTS, ids=str)
 def test_every_rank_computes_the_same_step(name, degrees, microbatches, options, sp):
-    joint = differentiate(MODELS[name](), Adam())
-    inputs = random_inputs(joint)
+    joint, inputs, expected = case(name)
     order = schedule("1f1b", degrees[2], microbatches)
     program = laid_out(joint, mesh_of(*degrees), order, sp=sp, **options)
-    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    assert_same_step(joint, program, inputs, expected)
     table = {"embed", "wte", "table", "words"} & {given.source.name for given in program.inputs}
     divided = [given.shards for given in program.inputs if given.source.name in table]
     assert divided and all((0, "tp", None) in shards for shards in divided), "rows of the vocabulary"
