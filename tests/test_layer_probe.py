@@ -105,7 +105,7 @@ def test_halves_of_backward_passes_take_no_less_than_the_whole_ones_that_a_probe
         ("schedule=zb_h1,remat=full", 0.87),
     ],
 )
-def test_layers_of_a_stage_wait_for_each_other_and_halves_of_backward_passes_for_more(evaluator, fields, share):
+def test_layers_of_a_stage_wait_for_each_other_and_halves_of_passes_for_more(evaluator, fields, share):
     plan, standing = Plan.parse(f"tp=2,pp=4,microbatches=16,stages=layers,{fields}"), Standing()
     assert evaluator.probed(plan, standing) is not None
     seconds = evaluator.trial(plan).seconds
