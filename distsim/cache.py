@@ -88,6 +88,25 @@ def uncollected() -> Generator[None]:
         gc.enable()
 
 
+@contextmanager
+def fewer_collections() -> Generator[None]:
+    """Look for cycles of garbage each 200,000 small objects, not each 700, where many are made that stay.
+
+    That took an eighth of the CPU seconds of a search. Afterwards all goes on as the caller had it.
+
+    >>> with fewer_collections():
+    ...     gc.get_threshold()[0] >= 200_000
+    True
+    """
+    before = gc.get_threshold()
+    if before[0]:  # else the caller has none at all
+        gc.set_threshold(max(before[0], 200_000), max(before[1], 20), max(before[2], 20))
+    try:
+        yield
+    finally:
+        gc.set_threshold(*before)
+
+
 class _Arguments:
     """How many results :func:`cached` keeps of a function."""
 

@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from distsim.cache import Cache, cached, kept, uncollected
+from distsim.cache import Cache, cached, fewer_collections, kept, uncollected
 from distsim.hardware import load_cluster
 from distsim.hardware.routes import find_route
 
@@ -55,6 +55,20 @@ def test_a_topology_that_changes_is_asked_again():
     assert find_route(group, topology) is before
     topology.set_link(group[0], group[1], topology.link(*group))
     assert find_route(group, topology) is not before
+
+
+@pytest.mark.parametrize("before", [(700, 10, 10), (0, 10, 10), (1_000_000, 50, 1000)])
+def test_fewer_collections_are_as_before_afterwards_and_never_more(before):
+    own = gc.get_threshold()
+    gc.set_threshold(*before)
+    try:
+        with pytest.raises(ValueError), fewer_collections():
+            within = gc.get_threshold()
+            raise ValueError
+        assert gc.get_threshold() == before
+        assert within == ((200_000, 20, 20) if before[0] == 700 else before)
+    finally:
+        gc.set_threshold(*own)
 
 
 def young() -> set[int]:

@@ -5,7 +5,6 @@ What comes out does not depend on it: each unit starts from the same standing, w
 
 from __future__ import annotations
 
-import gc
 import multiprocessing
 import os
 import pickle
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, Protocol
 from uuid import uuid4
 
+from distsim.cache import fewer_collections
 from distsim.errors import SimulationError
 from distsim.plan import Plan
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
@@ -102,6 +102,7 @@ class _UnitRunner:
         for place, unit in enumerate(units):
             yield place, self.trials(unit, standing.copy())
 
+    @fewer_collections()
     def trials(self, unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
         """Return what becomes of the plans of a unit."""
         found: list[PlanTrial] = []
@@ -193,9 +194,6 @@ _RUNNER: list[_UnitRunner] = []
 def _begin(problem: SearchProblem, journal: Path | None) -> None:
     """Begin a process of workers; Ctrl-C is left to the one that waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # What is made for plans are many small objects that stay: to look for cycles every 700 of them, as is the
-    # default, takes a quarter of the time.
-    gc.set_threshold(200_000, 20, 20)
     _RUNNER[:] = [_UnitRunner(PlanEvaluator(problem), journal)]
 
 
