@@ -3,6 +3,7 @@
 from collections import Counter
 from dataclasses import replace
 from functools import cache
+from weakref import ref
 
 import numpy as np
 import pytest
@@ -27,6 +28,7 @@ from distsim.transforms import SGD, Adam, add_loss, differentiate, precision_nam
 from distsim.transforms.autodiff.precision import SCALINGS
 from distsim.transforms.autodiff.set_precision import apply_precision, cast_number
 from distsim.transforms.kernels import KERNELS
+from distsim.transforms.pipelining.delayed_scaling import _kept_up
 
 E4M3, E5M2 = cast_number(Float8E4M3FN()), cast_number(Float8E5M2())
 
@@ -274,3 +276,12 @@ def test_rows_that_keep_their_own_largest_element_are_not_reduced():
 
     assert len(reduced((8, 4), (8, 1))) == 1  # columns, each part of which has its own
     assert len(reduced((2, 8, 4), (2, 1, 1))) == 2
+
+
+def test_functions_that_keep_up_no_scale_are_not_kept(collect):
+    function = mlp(layers=1, width=4, batch=2)
+    assert _kept_up(function, Float8E4M3FN()) is function
+    gone = ref(function)
+    del function
+    collect()
+    assert gone() is None

@@ -257,3 +257,37 @@ def test_copies_of_stages_divide_layers_that_ranks_do_not():
     evaluator.learn(evaluator.trial(replace(plan, schedule="gpipe")), standing)
     assert evaluator.knows_layers(plan, standing)
     assert evaluator.bound(plan, standing) <= evaluator.trial(plan).seconds
+
+
+@pytest.mark.parametrize(
+    ("taught", "fields"),
+    [
+        # Of the stages 2-4 the second has two of the four layers that recompute, and one in flight.
+        ("stages=3-3,schedule=gpipe,remat=every:3", "stages=2-4,schedule=gpipe,remat=every:3"),
+        ("stages=2-4,remat=block:1", "stages=2-4,remat=block:1"),
+    ],
+)
+def test_what_layers_save_says_nothing_of_others_that_save_less(taught, fields):
+    step = step_of("llama:layers=6,hidden=64,heads=4,kv_heads=2,vocab=16,seq=64", 6)
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(step), topology_of(8), KERNELS["eager"]))
+    known, plan = (Plan.parse(f"dp=2,pp=2,microbatches=8,{text}") for text in (taught, fields))
+    standing = Standing()
+    evaluator.probed(known, standing)
+    evaluator.learn(evaluator.trial(known), standing)
+    trial = evaluator.trial(plan)
+    assert 0 < evaluator.least_bytes(plan, standing) <= trial.peak
+    assert evaluator.bound(plan, standing) <= trial.seconds
+
+
+def test_gradients_that_are_sent_before_a_pass_goes_on_keep_layers_whole():
+    step = differentiate(add_loss(load_model("gpt:layers=12,hidden=32,heads=4,vocab=256,seq=16", 16)), SGD())
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(step), topology_of(8), KERNELS["ops"]))
+    fields = "dp=2,pp=4,microbatches=4,schedule=zb_h1,remat=full,zero=3,reshard=never"
+    standing, plan = Standing(), Plan.parse(f"{fields},stages=1-1-2-8,overlap_grads=off")
+    told = evaluator.probed(Plan.parse(f"{fields},stages=layers"), standing)
+    assert told.pending > 0 and told.halves is not None
+    # All but the last layer of each stage run whole backward passes, and hold nothing between two halves.
+    known, trial = evaluator.known(plan, standing), evaluator.trial(plan)
+    assert known.layers is not None and known.pending == 0
+    assert evaluator.least_bytes(plan, standing) <= trial.peak
+    assert evaluator.bound(plan, standing) <= trial.seconds

@@ -22,7 +22,7 @@ from distsim.plan_search.bounds.layer_probe import LayerProbes, probe_of
 from distsim.plan_search.bounds.layer_work import is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
 from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge
-from distsim.plan_search.bounds.plan_keys import PlanKeys, runs_alone
+from distsim.plan_search.bounds.plan_keys import PlanKeys, cuts_layers, runs_alone
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -156,7 +156,8 @@ class PlanEvaluator:
         saved = standing.saved.get(keys.saved, 0)
         stages = standing.stages.get(keys.stages, ())
         sums = standing.sums.get(keys.sums, 0.0)
-        pending = standing.pending.get(keys.saved, 0) if keys.layers_undivided else 0
+        halves = keys.layers_undivided and cuts_layers(plan)
+        pending = standing.pending.get(keys.saved, 0) if halves else 0
         return PlanKnowledge(products, busy, layers, saved, stages, keys.whole, sums, pending)
 
     def bound(self, plan: Plan, standing: Standing) -> float:

@@ -139,14 +139,14 @@ class LayerWork(NamedTuple):
 
 
 def _least_half(one: HalfWork | None, two: HalfWork | None) -> HalfWork | None:
-    """Return what holds of both; a plan that was built with whole backward passes does not tell."""
+    """Return what holds of both; plans that cut no backward pass, or not that of every layer, do not tell."""
     if one is None or two is None:
         return one or two
     return HalfWork(min(one.layer, two.layer), min(one.between, two.between))
 
 
 def _least_passage(one: LayerPassage | None, two: LayerPassage | None) -> LayerPassage | None:
-    """Return what holds of both; stages of one layer each do not tell."""
+    """Return what holds of both; stages of one layer each have no way from one to the next to tell of."""
     if one is None or two is None:
         return one or two
     return LayerPassage(

@@ -24,8 +24,8 @@ by all ranks (:mod:`distsim.plan_search.bounds.saved_bytes`); where a plan of th
 known what they save. Be it S bytes, over all stages. Rank r has n_r microbatches in flight in each of its
 stages at some time, so it holds n_r S_r, and with Q_r of what is held all step Q_r + n_r S_r. A mean of these
 with weights in proportion to max(1, n / n_r) is at least (Q + n S) / sum(max(1, n / n_r)), for any n: the
-fullest rank holds as much. Equal layers have both in proportion: where stages begin between layers, the
-fullest holds at least 1 / sum(1 / (Q + n_r S)).
+fullest rank holds as much. Equal layers have both in proportion, unless some recompute and others do not:
+where stages begin between layers, the fullest holds at least 1 / sum(1 / (Q + n_r S)).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from distsim.plan_search.bounds.pipeline_bounds import (
     seconds_of_layers,
     seconds_of_stages,
 )
-from distsim.plan_search.bounds.plan_keys import runs_alone, splits_backward
+from distsim.plan_search.bounds.plan_keys import cuts_layers, runs_alone, saves_alike, splits_backward
 from distsim.plan_search.bounds.saved_bytes import layers_saved_bytes
 from distsim.schedule import FLUSH, SCHEDULES
 from distsim.schedule import schedule as schedule_named
@@ -282,11 +282,13 @@ class PlanBounds:
         passage = work.passage if work and known.whole and runs_alone(plan) else None
         between = passage.between if passage else 0.0
         saved, pending = self._saved(plan, known) / self.layers, known.pending / self.layers
+        if not saves_alike(plan):
+            saved = pending = 0.0
         heads = [0.0] * (len(counts) - 1) + [head]
         # Nobody may wait for the first stage, whose first half is nothing then: what is saved is there still.
         halves = [min(saved, pending)] + [pending] * (len(counts) - 1)
         times = [n * layer + max(n - 1, 0) * between for n in counts]
-        if work and work.halves and splits_backward(plan):
+        if work and work.halves and cuts_layers(plan):
             apart = work.halves
             # Nobody waits for the first stage: its backward pass is whole.
             later = [n * apart.layer + max(n - 1, 0) * apart.between for n in counts[1:]]
@@ -307,7 +309,8 @@ class PlanBounds:
         ranks = flights(plan) if saved or stages else ()
         if not ranks:
             return least
-        alike = self.held if plan.pp == 1 else self.held_in_layers if known.whole else None
+        alike = self.held_in_layers if known.whole and saves_alike(plan) else None
+        alike = self.held if plan.pp == 1 else alike
         if stages:
             least = max(least, bytes_of_stages(plan, stages, every, alike and _divided(alike, plan)))
         in_flight = tuple([rank.least for rank in ranks])

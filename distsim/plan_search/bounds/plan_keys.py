@@ -119,6 +119,21 @@ def splits_backward(plan: Plan) -> bool:
     return plan.pp > 1 and _has_halves(plan.schedule)
 
 
+def cuts_layers(plan: Plan) -> bool:
+    """Whether the backward pass of every layer is cut into two halves, where a schedule has these.
+
+    Where gradients that are divided are sent before the pass goes on, what they are of waits for that in the
+    first half, and keeps the backward passes of layers whole that were before.
+    """
+    return splits_backward(plan) and not (plan.zero > 1 and plan.overlap_grads == "off")
+
+
+def saves_alike(plan: Plan) -> bool:
+    """Whether equal layers of a plan save alike: none is told to recompute, or to offload, by its number."""
+    name = parse_remat(plan.remat).name
+    return not (plan.offload or name in ("every", "every_early", "block", "uniform"))
+
+
 @cached("whether schedules may have a backward pass in two halves, by name", 256)
 def _has_halves(schedule: str) -> bool:
     name = parse_schedule(schedule)[0]

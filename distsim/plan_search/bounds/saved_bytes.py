@@ -42,9 +42,10 @@ def layers_saved_bytes(function: Function, kernels: Kernels, remat: str = "none"
     known: dict[tuple[object, ...], _LayerSaves] = {}
     total, handed, taken = 0, set[Value](), dict[Value, None]()
     for pair in find_pairs(joint):
-        if pair.key not in known:
-            known[pair.key] = _layer_saves(pair, kernels, again)
-        saves = known[pair.key]
+        key = pair.forward.callee, *pair.key
+        if key not in known:
+            known[key] = _layer_saves(pair, kernels, again)
+        saves = known[key]
         total += saves.nbytes
         handed.update([pair.forward.outputs[place] for place in saves.handed_on])
         read = pair.forward.inputs if again else set(pair.forward.inputs) & set(pair.backward.inputs)

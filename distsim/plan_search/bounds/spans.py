@@ -152,10 +152,10 @@ def _passage(tasks: BlockTasks, fixed: tuple[bool, ...], place: int, result: int
             default=-np.inf,
         )
         through.append(came + takes)
-        begun = max([led[other] for other in (*own, *ahead[task]) if other >= 0], default=-np.inf)
-        led.append((max(begun, 0.0) if computes[task] else begun) + takes)
         if first < 0 and takes and computes[task]:
             first = task
+        begun = max([led[other] for other in (*own, *ahead[task]) if other >= 0], default=-np.inf)
+        led.append((0.0 if task == first else begun) + takes)
     seconds, lead = min(through[task] for task in makers), min(led[task] for task in makers)
     if first < 0 or not (seconds > 0 and lead > 0):
         return None

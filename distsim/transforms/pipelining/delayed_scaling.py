@@ -59,13 +59,17 @@ def _longer(names: tuple[str, ...], function: Function) -> tuple[str, ...]:
     return (*names, *[""] * (len(function.ops) - len(names))) if names else ()
 
 
-_KEPT_UP = Cache[Function, Function]("functions of passes that keep up scales, by function and type", 2)
-_COLLECTED = Cache[Function, Function]("functions that return largest elements, by function and type", 2)
+_KEPT_UP = Cache[Function, Function | None](
+    "functions of passes that keep up scales, by function and type", 2
+)
+_COLLECTED = Cache[Function, Function | None](
+    "functions that return largest elements, by function and type", 2
+)
 
 
 def _kept_up(function: Function, to: DType) -> Function:
     """Return a function that ends with the new factors of its casts to a type, its callees' too."""
-    return _KEPT_UP.get(function, to, lambda: _ended(function, to) or function)
+    return _KEPT_UP.get(function, to, lambda: _ended(function, to)) or function
 
 
 def _ended(function: Function, to: DType) -> Function | None:
@@ -93,7 +97,7 @@ def _ended(function: Function, to: DType) -> Function | None:
 
 def _collected(function: Function, to: DType) -> Function:
     """Return a function that also returns the largest elements of its casts to a type."""
-    return _COLLECTED.get(function, to, lambda: _collecting(function, to) or function)
+    return _COLLECTED.get(function, to, lambda: _collecting(function, to)) or function
 
 
 def _collecting(function: Function, to: DType) -> Function | None:
