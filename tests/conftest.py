@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 # Functions and programs are many small objects, some of which refer to each other. To look for cycles among
-# all of them again and again took a tenth of the time; now it is done each time that five million are left.
-gc.set_threshold(5_000_000, 50, 1000)
+# all of them again and again took a tenth of the time; now it is done each time that three million are left.
+gc.set_threshold(3_000_000, 50, 1000)
 
 # Processes that tests start keep the bytecode of what they import: to compile all of it anew takes a second.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
