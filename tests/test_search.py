@@ -40,8 +40,9 @@ def model(name):
     return differentiate(add_loss(small(name, batch=8)), Adam())
 
 
-SEEDS = (0, 5, 7, 9, 14, 18, 24)
-"""Of a problem of each model; the experiment has more problems, and larger ones."""
+SEEDS = (23, 34, 36, 50, 43, 39, 24)
+"""Of a problem of each model, one with stages that begin between two products that are one kernel's else; the
+experiment has more problems, and larger ones."""
 
 
 def test_the_problems_are_of_every_model():

@@ -151,8 +151,10 @@ class PlanEvaluator:
         if layers is None and plan.remat == "full":
             saving = standing.layers.get(keys.layers_saving)
             busy = 0.0 if saving is None else saving.computing + saving.forward
-            saves += standing.forward.get(keys.saves, 0.0) if saves else 0.0
-        products = max(standing.work.get(keys.work, 0.0), saves)
+            saves += standing.forward.get(keys.saves, 0.0) if saves and keys.whole else 0.0
+        # Of a layer that is written out the last products need not run again.
+        alike = standing.work.get(keys.work, 0.0) if keys.whole or plan.remat == "none" else 0.0
+        products = max(alike, standing.work.get(keys.own_work, 0.0), saves)
         saved = standing.saved.get(keys.saved, 0)
         stages = standing.stages.get(keys.stages, ())
         sums = standing.sums.get(keys.sums, 0.0)
@@ -241,7 +243,7 @@ class PlanEvaluator:
     def learn(self, trial: PlanTrial, standing: Standing) -> None:
         """Add to a standing what a trial says."""
         if trial.work:
-            key = self.keys(trial.plan).work
+            key = self.keys(trial.plan).own_work
             standing.work[key] = min(trial.work, standing.work.get(key, trial.work))
         if trial.layers is not None:
             # What a probe tells is of no stages.
@@ -259,7 +261,8 @@ class PlanEvaluator:
         if made.stages:
             standing.stages.setdefault(keys.stages, made.stages)
         else:
-            standing.work[keys.work] = min(made.work, standing.work.get(keys.work, made.work))
+            for key in (keys.work, keys.own_work):
+                standing.work[key] = min(made.work, standing.work.get(key, made.work))
         if made.sums and plan.microbatches > 2:
             standing.sums[keys.sums] = min(made.sums, standing.sums.get(keys.sums, made.sums))
         if made.layers:

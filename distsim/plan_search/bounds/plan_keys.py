@@ -14,14 +14,18 @@ from distsim.transforms.kernels import Kernels
 
 
 class PlanKeys(NamedTuple):
-    """What seconds and bytes of a plan depend on: of its ``work``, the products of a microbatch; of those of
-    a plan that divides alike and ``saves`` all, and of the layers of that; of its ``layers`` and ``stages``,
-    None where that is not known before it is built, and of layers whose backward passes are not in two halves
-    where its own are; of what layers have ``saved``; and of their ``sums``. ``whole``: whether stages begin
-    between layers, as far as that is known before.
+    """What seconds and bytes of a plan depend on.
+
+    Of its ``work``, the products of a microbatch, as kernels run them in whole layers, and as its own do
+    (``own_work``): a stage may begin where one kernel runs two products else. Of those of a plan that divides
+    alike and ``saves`` all, and of the layers of that; of its ``layers`` and ``stages``, None where that is
+    not known before it is built, and of layers whose backward passes are not in two halves where its own are;
+    of what layers have ``saved``; and of their ``sums``. ``whole``: whether stages begin between layers, as
+    far as that is known before.
     """
 
     work: Hashable
+    own_work: Hashable
     saves: Hashable
     layers_saving: Hashable
     layers_undivided: Hashable
@@ -39,16 +43,21 @@ class PlanKeys(NamedTuple):
         # Products that add to sums, inside of layers, add to none where gradients are divided at once.
         adds = kernels.products_add and plan.zero < 2
         work = adds, _work_key(plan, batch, whole, split)
+        cut = () if whole else (plan.num_stages, plan.stages)
+        own = (work, *cut) if cut else work
         saves = adds, _work_key(plan, batch, whole, False, saving=True)
         # Forward passes save as much for two halves of a backward pass, and what is summed is the same.
         passes = adds, _work_key(plan, batch, whole, False)
         if levels is None:
-            return PlanKeys(work, saves, None, None, None, None, _saved_key(plan, passes), None, whole)
-        layers, undivided = _layers_key(plan, work, levels), _layers_key(plan, passes, levels)
+            return PlanKeys(work, own, saves, None, None, None, None, _saved_key(plan, passes), None, whole)
+        layers, undivided, saving = (
+            _layers_key(plan, (each, *cut), levels) for each in (work, passes, saves)
+        )
         return PlanKeys(
             work,
+            own,
             saves,
-            None if split or plan.offload else _layers_key(plan, saves, levels),
+            None if split or plan.offload else saving,
             undivided if split else None,
             layers,
             _stages_key(plan, layers, kernels.interiors),
