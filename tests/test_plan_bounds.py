@@ -57,6 +57,15 @@ def test_on_slow_links_a_step_takes_what_is_sent(text):
     assert 0.8 * trial.seconds < least <= trial.seconds
 
 
+def test_biases_need_not_be_gathered_again():
+    training = differentiate(add_loss(load_model("gpt:layers=8,hidden=32,heads=4,vocab=32,seq=8", 16)), SGD())
+    device = Device(0, "gpu", throughput=1e11, dram_bandwidth=1e11, memory=float("inf"))
+    topology = Topology.hierarchical(device, 8, [Level("link", Link(1e7))])
+    found = PlanEvaluator(SearchProblem(FixedModel(training), topology, KERNELS["fused_2022"]))
+    least, _, trial = bound_and_trial(found, "dp=8,zero=3")
+    assert 0.9 * trial.seconds < least <= trial.seconds
+
+
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_statistics_that_nobody_updates_are_not_sent(zero):
     maker = FunctionMaker("normed")

@@ -42,9 +42,9 @@ NO_TRAFFIC = TrafficSeconds(0.0, 0.0)
 
 @dataclass(frozen=True)
 class DataTraffic:
-    """Bytes of all parameters as they are ``gathered``, of those that Calls of backward passes read
-    (``again``), but for what Calls cast, which may be saved, as they are held (``updated``), and of their
-    ``gradients``."""
+    """Bytes of all parameters as they are ``gathered``, of those of more than one dimension that Calls of
+    backward passes read (``again``), but for what Calls cast, which may be saved, as they are held
+    (``updated``), and of their ``gradients``."""
 
     gathered: int
     again: int
@@ -73,7 +73,8 @@ class DataTraffic:
             elif op.is_call:
                 again.update(own)
             casts.update(_cast_inside(op, original) if op.is_call else ())
-        again = (again & read) - casts  # updates read all of them
+        # Updates read all of them; of biases and scales a backward pass may need nothing.
+        again = {v for v in (again & read) - casts if isinstance(v.type, Tensor) and v.type.rank > 1}
         return DataTraffic(sum(sizes[v] for v in read), sum(sizes[v] for v in again), updated, gradients)
 
     def seconds(self, plan: Plan, topology: Topology) -> TrafficSeconds:
