@@ -119,9 +119,7 @@ def top(module: str) -> str:
 
 def statements(node: ast.AST, at_import_time: bool) -> Iterator[ast.stmt]:
     """Import statements below `node`; at import time means outside functions and TYPE_CHECKING."""
-    for child in ast.iter_child_nodes(node):
-        if isinstance(child, ast.expr):
-            continue
+    for child in [each for each in ast.iter_child_nodes(node) if not isinstance(each, ast.expr)]:
         if isinstance(child, ast.Import | ast.ImportFrom):
             yield child
         skipped = isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef) or (
@@ -158,9 +156,7 @@ def outside(tree: ast.AST) -> set[str]:
             found.update(alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level:
             found.add(node.module or "")
-        elif isinstance(node, ast.Call) and getattr(node.func, "attr", getattr(node.func, "id", "")).endswith(
-            "import_module"
-        ):
+        elif isinstance(node, ast.Call) and "import_module" in vars(node.func).values():
             found.update(arg.value for arg in node.args[:1] if isinstance(arg, ast.Constant))
     tops = {name.split(".")[0] for name in found}
     return tops - set(sys.stdlib_module_names) - {"distsim"}

@@ -8,7 +8,6 @@ from memory_models import Machine, functions
 from distsim.ir import Device, Float, Function, FunctionMaker, Mesh, Op, Role, Tensor, Value
 from distsim.ir.device import devices_of
 from distsim.ops import Operator, operator, register
-from distsim.resizing import likeness_of, shared
 from distsim.simulation.memory.peak import KINDS, peak_memory
 
 GPUS = tuple(Device(i, "gpu") for i in range(4))
@@ -16,7 +15,6 @@ A = GPUS[0]
 NBYTES = 400  # of each value below, if nothing else is said
 
 register(Operator("MemoryView", types=lambda a, x: (x[0],), view=True))
-register(Operator("MemoryRows", types=lambda a, x: (x[0].with_shape((2, *x[0].shape[1:])),), view=True))
 
 
 def f32(*shape, on=A):
@@ -398,34 +396,3 @@ def test_what_is_reported_is_what_buffers_take(function):
 def test_the_operators_here_are_what_they_are_taken_for():
     assert operator("SGDOptimizer").in_place == {0: 0, 1: 2}
     assert not operator("LossGrad").in_place
-
-
-def rows_shown(rows, handed):
-    """The first two of so many rows as a view, which may be handed on; an input that nothing reads."""
-    maker = FunctionMaker("rows_shown")
-    x = maker.add_input_value("x", f32(rows, 4))
-    maker.add_input_value("unread", f32(rows, 8))
-    (made,) = maker.add("Relu", [x], output_names=["made"])
-    (part,) = maker.add("MemoryRows", [made], output_names=["part"])
-    (last,) = maker.add("Relu", [part], output_names=["last"])
-    maker.set_outputs([part, last] if handed else [last])
-    return maker.finalize()
-
-
-@pytest.mark.parametrize("handed", [False, True])
-@pytest.mark.parametrize("called", [False, True])
-def test_what_is_carried_over_to_other_sizes_takes_the_memory_of_these(handed, called):
-    def function(rows):
-        inner = rows_shown(rows, handed)
-        if not called:
-            return inner
-        maker = FunctionMaker("caller")
-        given = [maker.add("Relu", [maker.add_input_value(v.name, v.type)])[0] for v in inner.inputs]
-        maker.set_outputs(maker.add("Call", given, None, (inner,)))
-        return maker.finalize()
-
-    first, *others = (shared(function(rows)) for rows in (2, 3, 5))
-    assert likeness_of(others[0]).like is first
-    for rows, other in zip((3, 5), others, strict=True):
-        use, anew = peak_memory(other)[A], peak_memory(function(rows))[A]
-        assert (use.peak, use.end, use.by_kind) == (anew.peak, anew.end, anew.by_kind)

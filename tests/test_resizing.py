@@ -9,12 +9,14 @@ from training_models import mesh_of
 from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import load_cluster
-from distsim.ir import BFloat16, FunctionMaker, Op, Role, Tensor, Value, verify
+from distsim.ir import BFloat16, Device, FunctionMaker, Op, Role, Tensor, Value, verify
 from distsim.ir.type import Float
 from distsim.models import gpt
+from distsim.ops import Operator, register
 from distsim.ops.conversion import ONCE
 from distsim.plan import Plan
 from distsim.resizing import Unlike, likeness_of, shared
+from distsim.simulation.memory.peak import peak_memory
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate, precision_named
 from distsim.transforms.autodiff.set_precision import cast_number
@@ -36,6 +38,9 @@ PLANS = [
     Plan(2, 2, 2, overlap_grads="off"),
 ]
 SIZES = (1, 2, 8)
+GPU = Device(0, "gpu")
+
+register(Operator("MemoryRows", types=lambda a, x: (x[0].with_shape((2, *x[0].shape[1:])),), view=True))
 
 
 def product(batch, width=4):
@@ -177,3 +182,34 @@ def test_what_reads_a_sum_of_another_size_is_not_carried_over():
     adds = Op("AccumulateInto", (Value("so_far", made.type), made), (Value("sum", made.type),))
     with pytest.raises(Unlike):
         likeness_of(wider).carry_ops([adds])
+
+
+def rows_shown(rows, handed):
+    """The first two of so many rows as a view, which may be handed on; an input that nothing reads."""
+    maker = FunctionMaker("rows_shown")
+    x = maker.add_input_value("x", Tensor(Float(), (rows, 4), GPU))
+    maker.add_input_value("unread", Tensor(Float(), (rows, 8), GPU))
+    (made,) = maker.add("Relu", [x], output_names=["made"])
+    (part,) = maker.add("MemoryRows", [made], output_names=["part"])
+    (last,) = maker.add("Relu", [part], output_names=["last"])
+    maker.set_outputs([part, last] if handed else [last])
+    return maker.finalize()
+
+
+@pytest.mark.parametrize("handed", [False, True])
+@pytest.mark.parametrize("called", [False, True])
+def test_what_is_carried_over_to_other_sizes_takes_the_memory_of_these(handed, called):
+    def function(rows):
+        inner = rows_shown(rows, handed)
+        if not called:
+            return inner
+        maker = FunctionMaker("caller")
+        given = [maker.add("Relu", [maker.add_input_value(v.name, v.type)])[0] for v in inner.inputs]
+        maker.set_outputs(maker.add("Call", given, None, (inner,)))
+        return maker.finalize()
+
+    first, *others = (shared(function(rows)) for rows in (2, 3, 5))
+    assert likeness_of(others[0]).like is first
+    for rows, other in zip((3, 5), others, strict=True):
+        use, anew = peak_memory(other)[GPU], peak_memory(function(rows))[GPU]
+        assert (use.peak, use.end, use.by_kind) == (anew.peak, anew.end, anew.by_kind)

@@ -166,8 +166,8 @@ class PlanEvaluator:
         """Return the least that the objective of a plan can be."""
         if self.problem.objective == "memory":
             return self.least_bytes(plan, standing)
-        # A part of 1e-9 is for sums that are rounded, and for times that lie on a grid.
-        return self.bounds(plan).step_seconds(plan, self.known(plan, standing)) * (1 - 1e-9)
+        # A part of 1e-8 is for sums that are rounded, and for times that lie on a grid: 3e-9 was seen.
+        return self.bounds(plan).step_seconds(plan, self.known(plan, standing)) * (1 - 1e-8)
 
     def expected(self, plan: Plan, standing: Standing, rise: float = 1.0) -> float:
         """Return as what a plan is put in order: its bound, and twice that where memory is nearly full.

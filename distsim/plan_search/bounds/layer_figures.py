@@ -142,7 +142,7 @@ def _least_half(one: HalfWork | None, two: HalfWork | None) -> HalfWork | None:
     """Return what holds of both; plans that cut no backward pass, or not that of every layer, do not tell."""
     if one is None or two is None:
         return one or two
-    return HalfWork(min(one.layer, two.layer), min(one.between, two.between))
+    return HalfWork(*map(min, one, two))
 
 
 def _least_passage(one: LayerPassage | None, two: LayerPassage | None) -> LayerPassage | None:

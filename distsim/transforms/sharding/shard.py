@@ -162,19 +162,13 @@ def shard(
     key = (mesh, microbatches, dp, sp, context)
     found = memory.results.get(key)
     if found is None:
-        found = memory.shard(function, mesh, microbatches, dp, sp, context)
+        count = mesh.axis_size("dp") if dp is None else dp
+        found = memory.shard(function, mesh, microbatches, count, sp, context)
         memory.results[key] = found
     return found
 
 
-def layouts(
-    function: Function,
-    mesh: Mesh,
-    microbatches: int = 1,
-    dp: int | None = None,
-    sp: bool = False,
-    context: str = "allgather",
-) -> Layouts:
+def layouts(function: Function, mesh: Mesh, microbatches: int, dp: int, sp: bool, context: str) -> Layouts:
     """Return how :func:`shard` lays out what it is given; nothing is written. Raises what that raises."""
     memory = _KNOWN.get(function, (), lambda: _FunctionSharding(function))
     return memory.layouts(function, mesh, microbatches, dp, sp, context)
@@ -269,11 +263,10 @@ class _FunctionSharding:
         self.results: dict[tuple[Mesh, int, int | None, bool, str], Sharded] = {}
 
     def layouts(
-        self, function: Function, mesh: Mesh, microbatches: int, dp: int | None, sp: bool, context: str
+        self, function: Function, mesh: Mesh, microbatches: int, dp: int, sp: bool, context: str
     ) -> Layouts:
         """Return what is decided along every axis."""
         function = self.rewritten or function
-        dp = mesh.axis_size("dp") if dp is None else dp
         batch = batch_axis(mesh)
         shown, apart, of_dp = mesh.axis_size(batch), expert_axes(mesh), expert_axes_of_dp(mesh)
         ep = math.prod([mesh.axis_size(axis) for axis in of_dp])
@@ -306,10 +299,9 @@ class _FunctionSharding:
         return Layouts(function, decided, cut, sp or bool(kinds))
 
     def shard(
-        self, function: Function, mesh: Mesh, microbatches: int, dp: int | None, sp: bool, context: str
+        self, function: Function, mesh: Mesh, microbatches: int, dp: int, sp: bool, context: str
     ) -> Sharded:
         function, decided, cut, again = self.layouts(function, mesh, microbatches, dp, sp, context)
-        dp = mesh.axis_size("dp") if dp is None else dp
         try:
             lowered = self._lower(function, mesh, microbatches, decided, again)
         except DegreeNeeded:
