@@ -28,7 +28,7 @@ FAMILIES = {
     "hgx-h100-96gb": "h100",
     "h100-nvl": "h100",
     "h100-pcie": "h100",
-    "dgx-h200": "h100",
+    "dgx-h200": "h200",
     "dgx-b200": "b200",
     "gb200-nvl72": "b200",
     "dgx-2": "v100",
@@ -36,11 +36,11 @@ FAMILIES = {
     "aws-p4d": "a100",
     "aws-p4de": "a100",
     "aws-p5": "h100",
-    "aws-p5en": "h100",
+    "aws-p5en": "h200",
 }
 """The presets whose GPUs are of one kind, and share figures."""
 
-WRITTEN = {"dgx-a100": "a100", "dgx-h100": "h100", "dgx-h200": "h100", "dgx-b200": "b200", "dgx-2": "v100"}
+WRITTEN = {"dgx-a100": "a100", "dgx-h100": "h100", "dgx-h200": "h200", "dgx-b200": "b200", "dgx-2": "v100"}
 """The presets that give figures; others are based on them."""
 
 
@@ -54,16 +54,20 @@ class FittedFigure:
 
 
 _ALONE = "of {} kernels alone over the shape rule, median (SimuMax, {})"
+MEASURED = "experiments/measured/h200_kernels.csv"
+_ALONE_HERE = f"of {{}} kernels alone over the shape rule, median ({MEASURED})"
 FIGURES: dict[str, FittedFigure] = {
     "linear.a100": FittedFigure(0.96, 0.1, _ALONE.format(120, "a100_pcie.json")),
-    "linear.h100": FittedFigure(0.8, 0.2, "between A100 and B200; not measured"),
-    "linear.b200": FittedFigure(0.67, 0.1, _ALONE.format(282, "b200_bf16_ceperm.json")),
+    "linear.h100": FittedFigure(0.89, 0.15, _ALONE_HERE.format(27) + ", on H200, the same processor"),
+    "linear.h200": FittedFigure(0.849, 0.1, _ALONE_HERE.format(27)),
+    "linear.b200": FittedFigure(0.66, 0.1, _ALONE.format(282, "b200_bf16_ceperm.json")),
     "linear.v100": FittedFigure(0.96, 0.2, "as A100; not measured"),
     "batched": FittedFigure(0.8, 0.2, "of linear: thin products of heads"),
     "attention": FittedFigure(0.9, 0.1, "of the kernel alone, in a step"),
     "memory": FittedFigure(0.95, 0.08, "of a large copy"),
     "launch.a100": FittedFigure(32e-6, 0.4, "25 to 40 us an op in eager mode (40: SimuMax, a100_pcie.json)"),
     "launch.h100": FittedFigure(0.75, 0.15, "of launch.a100: a host of a later generation"),
+    "launch.h200": FittedFigure(0.75, 0.15, "of launch.a100: a host of a later generation"),
     "launch.b200": FittedFigure(0.65, 0.15, "of launch.a100: a host of a later generation"),
     "compiled": FittedFigure(0.5, 0.3, "of an eager launch: no dispatcher between kernels"),
     "tensor": FittedFigure(5e-6, 0.7, "a few calls of Python for each tensor"),
@@ -73,6 +77,7 @@ FIGURES: dict[str, FittedFigure] = {
 ATTENTION = {
     "a100": (0.885, 0.698, "FlashAttention-2: 190 TFLOP/s both ways, 26 % of the time forward (Dao 2023)"),
     "h100": (0.543, 0.419, "FlashAttention-2: 332 TFLOP/s both ways, 26 % of the time forward (Dao 2023)"),
+    "h200": (0.896, 0.633, f"cuDNN: 746 and 527 TFLOP/s, 21 kernels alone each way, median ({MEASURED})"),
     "b200": (0.718, 0.605, "cuDNN: 1,253 and 1,055 TFLOP/s (SimuMax, b200_bf16_ceperm.json)"),
     "v100": (0.450, 0.400, "assumption: no FlashAttention-2 on V100, xformers"),
 }
@@ -84,15 +89,27 @@ _OLDER = {
     "triton": (0.55, "FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1): geometric mean"),
     "flash2": (1.0, "what the shares of attention are of"),
 }
+_FLASH2 = 0.572
+_FLASH2_SOURCE = (
+    "411 and 313 TFLOP/s of cuDNN's 746 and 527, 21 kernels alone each way, geometric mean "
+    "(experiments/measured/h200_kernels_flash2.csv)"
+)
+_FLASH3_SOURCE = "1.5 to 2.0 times forward, 1.5 to 1.75 backward (Shah et al. 2024): geometric means"
 KERNELS: dict[str, dict[str, tuple[float, str]]] = {
     "a100": {**_OLDER, "cudnn": (1.0, "assumption: as FlashAttention-2; not measured")},
     "h100": {
         **{name: (share, f"{source}, on A100") for name, (share, source) in _OLDER.items()},
-        "flash3": (
-            1.65,
-            "1.5 to 2.0 times forward, 1.5 to 1.75 backward (Shah et al. 2024): geometric means",
-        ),
-        "cudnn": (1.5, "assumption: between FlashAttention-2 and 3, as in the figures of Shah et al. 2024"),
+        "flash3": (1.65, _FLASH3_SOURCE),
+        "cudnn": (round(1 / _FLASH2, 2), "as on H200, the same processor"),
+    },
+    "h200": {
+        **{
+            name: (_FLASH2 * share, f"{share:g} of flash2: {source}, on A100")
+            for name, (share, source) in _OLDER.items()
+        },
+        "flash2": (_FLASH2, _FLASH2_SOURCE),
+        "flash3": (1.65 * _FLASH2, f"1.65 of flash2: {_FLASH3_SOURCE}"),
+        "cudnn": (1.0, "what the shares of attention are of"),
     },
     "b200": {"cudnn": (1.0, "what the shares of attention are of")},
     "v100": {},
@@ -102,6 +119,7 @@ KERNELS: dict[str, dict[str, tuple[float, str]]] = {
 MEASURED8 = "of kernels alone, the best shapes of the MAMF table (stas00/ml-engineering)"
 FLOAT8 = {
     "h100": (1402.6 / 794.5, f"1,402.6 and 794.5 TFLOP/s {MEASURED8}"),
+    "h200": (1.96, f"1,387 and 707 TFLOP/s over the shape rule, 27 kernels alone of each ({MEASURED})"),
     "b200": (3432.5 / 1745.0, f"3,432.5 and 1,745 TFLOP/s {MEASURED8}"),
     "a100": (1402.6 / 794.5, "taken over from H100; not measured"),
     "v100": (1402.6 / 794.5, "taken over from H100; not measured"),
@@ -112,6 +130,10 @@ and 2.09 times as fast (pytorch/FBGEMM, pull request 2546)."""
 GROUPED = {
     "a100": (0.82, "12 kernels alone, on A100 PCIe (SimuMax, a100_pcie.json), by the shape rule"),
     "h100": (0.82, "taken over from A100; not measured"),
+    "h200": (
+        0.87,
+        "6 kernels alone of 256 to 4,096 rows a group, by the shape rule (torch 2.11, 2026-11-26)",
+    ),
     "b200": (0.55, "108 kernels alone (SimuMax, b200_bf16_ceperm.json), by the shape rule"),
     "v100": (0.82, "taken over from A100; not measured"),
 }
@@ -143,6 +165,7 @@ def rates_of(values: Mapping[str, float], family: str, device: Device) -> Kernel
         device.rates.spread,
         device.rates.slowdown,
         tuple([(kernel, factor) for kernel, (factor, _) in KERNELS[family].items()]),
+        clock=device.rates.clock,
     )
 
 

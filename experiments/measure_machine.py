@@ -19,6 +19,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -35,13 +36,31 @@ PRODUCTS = [
     *((4096, n, 4096) for n in (512, 1024, 2048)),
     *((4096, 4096, k) for k in (256, 1024, 16384)),
     (8192, 28672, 8192),
+    *((8192, n, k) for n, k in ((768, 768), (3072, 768), (768, 3072))),
+    *((m, n, 8192) for m, n in ((768, 3072), (512, 2048), (2048, 2048))),
+    *((m, n, 32768) for m, n in ((768, 768), (2048, 4096))),
+    *((512, n, k) for n, k in ((2048, 8192), (8192, 2048))),
+    *((4096, 128256, 2048), (16384, 50304, 768)),
 ]
-"""[m, k] times [k, n]: the linear layers of models of 1 to 70 billion parameters, and thin ones."""
+"""[m, k] times [k, n]: the linear layers of models of 1 to 70 billion parameters, and thin ones; those of
+small models and of gradients of their weights; predictions."""
+BATCHED = [
+    (heads, seq, n, k) for heads, seq in ((64, 2048), (128, 1024)) for n, k in ((seq, 128), (128, seq))
+]
+"""So many of [m, k] times [k, n]: scores of attention, and what they weigh."""
 ATTENTIONS = [
-    AttentionShape(max(1, 16384 // seq), 16, 16, seq, 128, causal)
-    for seq in (1024, 2048, 4096, 8192, 16384)
-    for causal in (False, True)
+    *(
+        AttentionShape(max(1, 16384 // seq), 16, 16, seq, 128, causal)
+        for seq in (512, 1024, 2048, 4096, 8192, 16384)
+        for causal in (False, True)
+    ),
+    *(AttentionShape(16384 // seq, 32, 32, seq, 64, True) for seq in (512, 1024, 2048, 8192)),
+    *(AttentionShape(1, heads, heads // 4, 8192, 128, True) for heads in (4, 8, 32)),
+    *(AttentionShape(1, heads, heads, 32768, 128, True) for heads in (2, 16)),
 ]
+FLOAT8 = "float8e4m3fn"
+ATTENTION_KERNELS = {"flash2": "FLASH_ATTENTION", "cudnn": "CUDNN_ATTENTION"}
+"""The kernels of torch for attention, by distsim's names."""
 COPIES = [2**power for power in range(14, 32)]
 COLLECTIVE_BYTES = [2**power for power in range(12, 31, 2)]
 KINDS = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all")
@@ -57,9 +76,15 @@ class Backend(Protocol):
     nodes: int
     leader: bool
     description: str
+    float8: bool
+    """Whether it multiplies numbers of 8 bits."""
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Run:
         """Return what multiplies [m, k] and [k, n]."""
+        ...
+
+    def batched(self, batch: int, m: int, n: int, k: int, dtype: str) -> Run:
+        """Return what multiplies so many pairs of [m, k] and [k, n]."""
         ...
 
     def attention(self, shape: AttentionShape, dtype: str) -> tuple[Run, Run]:
@@ -97,9 +122,13 @@ def measure(backend: Backend, clock: Callable[[], float], dtype: str = "bfloat16
 
 
 def _kernels(backend: Backend, clock: Callable[[], float], dtype: str) -> Timings:
-    for m, n, k in PRODUCTS:
-        seconds = device_seconds(backend.product(m, n, k, dtype), backend, clock)
-        yield {"op": "product", "seconds": seconds, "m": m, "n": n, "k": k, "dtype": dtype}
+    for kind in (dtype, FLOAT8) if backend.float8 else (dtype,):
+        for m, n, k in PRODUCTS:
+            seconds = device_seconds(backend.product(m, n, k, kind), backend, clock)
+            yield {"op": "product", "seconds": seconds, "m": m, "n": n, "k": k, "dtype": kind}
+    for batch, m, n, k in BATCHED:
+        seconds = device_seconds(backend.batched(batch, m, n, k, dtype), backend, clock)
+        yield {"op": "product", "seconds": seconds, "m": m, "n": n, "k": k, "dtype": dtype, "batch": batch}
     for shape in ATTENTIONS:
         for op, run in zip(("attention", "attention_grad"), backend.attention(shape, dtype), strict=True):
             sizes = {**shape._asdict(), "causal": str(shape.causal).lower()}
@@ -158,9 +187,10 @@ def host_seconds(run: Run, backend: Backend, clock: Callable[[], float]) -> floa
 class TorchBackend:
     """The machine as torch runs it: on the GPU of this process, or, to try the script, on the CPU."""
 
-    def __init__(self, torch: Any, device: str) -> None:
+    def __init__(self, torch: Any, device: str, attention: str = "") -> None:
         self.torch = torch
         self.device = device
+        self.kernel_of_attention = attention
         self.ranks = int(os.environ.get("WORLD_SIZE", "1"))
         self.nodes = self.ranks // int(os.environ.get("LOCAL_WORLD_SIZE", str(self.ranks)))
         self.leader = int(os.environ.get("RANK", "0")) == 0
@@ -169,24 +199,51 @@ class TorchBackend:
         if self.ranks > 1:
             torch.distributed.init_process_group("nccl" if device == "cuda" else "gloo")
         name = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+        self.float8 = device == "cuda" and torch.cuda.get_device_capability() >= (8, 9)
         self.description = f"{self.ranks} x {name}, torch {torch.__version__}"
+        if attention:
+            self.description += f", attention {attention}"
 
     def product(self, m: int, n: int, k: int, dtype: str) -> Run:
-        """Return what multiplies [m, k] and [k, n]."""
+        """Return what multiplies [m, k] and [k, n]; numbers of 8 bits, which fill their range as scaled ones
+        do, have a scale for each tensor."""
+        if dtype == FLOAT8:
+            narrow, scale = self.torch.float8_e4m3fn, self.torch.ones((), device=self.device)
+            a, b = ((self._filled("bfloat16", *size) * 1e4).to(narrow) for size in ((m, k), (n, k)))
+            b = b.t()
+            wide = self.torch.bfloat16
+            return lambda: self.torch._scaled_mm(a, b, scale, scale, out_dtype=wide, use_fast_accum=True)
         a, b, out = self._filled(dtype, m, k), self._filled(dtype, k, n), self._filled(dtype, m, n)
         return lambda: self.torch.mm(a, b, out=out)
 
+    def batched(self, batch: int, m: int, n: int, k: int, dtype: str) -> Run:
+        """Return what multiplies so many pairs of [m, k] and [k, n]."""
+        a, b, out = (self._filled(dtype, batch, *shape) for shape in ((m, k), (k, n), (m, n)))
+        return lambda: self.torch.bmm(a, b, out=out)
+
     def attention(self, shape: AttentionShape, dtype: str) -> tuple[Run, Run]:
-        """Return attention as one kernel, forward and backward."""
-        sizes = (shape.batch, shape.heads, shape.seq, shape.head_dim)
-        operands = [self._filled(dtype, *sizes).requires_grad_() for _ in range(3)]
+        """Return attention as one kernel, forward and backward, of [batch, seq, heads, size]."""
+        sizes = (shape.batch, shape.seq, shape.heads, shape.head_dim)
+        kept = (shape.batch, shape.seq, shape.kv_heads, shape.head_dim)
+        operands = [
+            self._filled(dtype, *each).transpose(1, 2).requires_grad_() for each in (sizes, kept, kept)
+        ]
         attend = self.torch.nn.functional.scaled_dot_product_attention
+        shared = shape.kv_heads != shape.heads
 
         def forward() -> Any:
-            return attend(*operands, is_causal=shape.causal)
+            with self._one_kernel():
+                return attend(*operands, is_causal=shape.causal, enable_gqa=shared)
 
-        out, grad = forward(), self._filled(dtype, *sizes)
+        out, grad = forward(), self._filled(dtype, *sizes).transpose(1, 2)
         return forward, lambda: self.torch.autograd.grad(out, operands, grad, retain_graph=True)
+
+    def _one_kernel(self) -> Any:
+        """Return the context in which torch has the kernel of attention that was asked for."""
+        if not self.kernel_of_attention:
+            return nullcontext()
+        kernels = import_module("torch.nn.attention")
+        return kernels.sdpa_kernel(getattr(kernels.SDPBackend, ATTENTION_KERNELS[self.kernel_of_attention]))
 
     def copy(self, nbytes: int) -> Run:
         """Return a copy that reads and writes so many bytes together."""
@@ -255,6 +312,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=Path("machine.csv"), metavar="CSV")
     parser.add_argument("--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16")
+    parser.add_argument(
+        "--attention",
+        choices=list(ATTENTION_KERNELS),
+        default="",
+        help="its kernel (default: what torch takes)",
+    )
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: to try the script")
     given = parser.parse_args(arguments)
     try:
@@ -267,7 +330,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if given.device == "cuda" and not torch.cuda.is_available():
         print("torch finds no GPU; run this on a machine with one", file=sys.stderr)
         return 2
-    backend = TorchBackend(torch, given.device)
+    backend = TorchBackend(torch, given.device, given.attention)
     rows = measure(backend, time.perf_counter, given.dtype)
     if backend.leader:
         count = write(given.out, f"{backend.description}, {time.strftime('%Y-%m-%d')}", rows)

@@ -7,7 +7,8 @@ of several sizes in one node also a start; the others are predicted. It prints m
 collectives from 1 MiB and below apart, and writes ``results/micro_cases.csv``. Products are those of at least
 8.6e9 multiplications; the exponents of the rules (:mod:`distsim.cost.efficiency`) were fitted to all of A100.
 Those that add to sums in float32 are a group of their own, predicted by the share that those which do not add
-have on the same machine, and what adding takes.
+have on the same machine, and what adding takes. ``--timings`` does the same for the kernels of tables of
+timings.
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ from pathlib import Path
 from common import RESULTS, write_csv
 from scipy.optimize import least_squares
 
+from distsim.calibration import read_timings
+from distsim.calibration.timings import KernelCall
 from distsim.cost import CostModel
 from distsim.cost.efficiency import exposed_addition
 from distsim.hardware import collective_time, load_cluster
@@ -36,7 +39,7 @@ FEWEST_ROWS = 8
 MIB = 2**20
 PEAK = 1e15
 CLUSTERS = {"A100-PCIe": "a100-pcie", "B200": "dgx-b200"}
-PROCESSORS = {"A100": 108, "B200": 148, "H100": 132}
+PROCESSORS = {"A100": 108, "B200": 148, "H100": 132, "H200": 132}
 Row = dict[str, str]
 Halves = dict[str, tuple[list[float], list[float]]]
 """By group: predicted and measured figures of the rows that nothing was fitted to."""
@@ -46,6 +49,9 @@ def main() -> int:
     """Print and write the errors; the exit status is 2 where a table cannot be read."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("folder", type=Path)
+    parser.add_argument(
+        "--timings", type=Path, nargs="+", default=[], metavar="CSV", help="of measure_machine.py, on H200"
+    )
     parser.add_argument("--out", type=Path, default=RESULTS)
     given = parser.parse_args()
     try:
@@ -55,8 +61,8 @@ def main() -> int:
         return 2
     lines: list[dict[str, object]] = []
     for what, halves in zip(
-        ("products", "attention", "collectives"),
-        (products(tables[0]), attention(tables[1]), collectives(tables[2])),
+        ("products", "attention", "collectives", "own"),
+        (products(tables[0]), attention(tables[1]), collectives(tables[2]), own_kernels(given.timings)),
         strict=True,
     ):
         for group, (predicted, measured) in halves.items():
@@ -86,10 +92,10 @@ def grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[R
 # --- products and attention -------------------------------------------------------------------------------
 
 
-def speed(which: Signature, processors: int, kind: str) -> float:
+def speed(which: Signature, processors: int, kind: str, dtype: str = "bfloat16") -> float:
     """Return the FLOP/s of a kernel on a device of a peak of 1e15, of which it reaches what shape leaves."""
     rates = KernelRates(((kind, 1.0),), processors=processors)
-    peaks = (("bfloat16", PEAK),)
+    peaks = ((dtype, PEAK),)
     device = Device(0, "gpu", PEAK, 1e18, 0.0, peaks=peaks, rates=rates)
     return work(which).flops / CostModel(Topology.hierarchical(device, 1, [])).seconds(which, (device,))
 
@@ -163,6 +169,26 @@ def attention(rows: Sequence[Row]) -> Halves:
         lambda row: f"{row['hw']} {row['kernel']}, all",
     )
     return {group: shared(own, rule) for group, own in groups.items()}
+
+
+def own_kernels(paths: Sequence[Path]) -> Halves:
+    """Return the halves of kernels of tables of timings; print what share of the peak all of a group show."""
+    found: Halves = {}
+    for path in paths:
+        groups: dict[str, list[Row]] = {}
+        for timing in read_timings([path]).timings:
+            if not isinstance(timing.call, KernelCall) or timing.call.kind == "memory":
+                continue
+            dtype = timing.call.signature.inputs[0].dtype.name
+            reached = timing.call.demand.flops / timing.seconds
+            ruled = speed(timing.call.signature, PROCESSORS["H200"], timing.call.kind, dtype)
+            row = {"tflops": f"{reached / 1e12}", "rule": f"{ruled / 1e12}"}
+            groups.setdefault(f"{path.stem}, {timing.call.kind}, {dtype}", []).append(row)
+        for group, own in groups.items():
+            share = statistics.median([float(row["tflops"]) / float(row["rule"]) for row in own])
+            print(f"{group}: {share * PEAK / 1e12:.0f} TFLOP/s over the shape rule, median of {len(own)}")
+            found[group] = shared(own, lambda row: float(row["rule"]))
+    return found
 
 
 # --- collectives ------------------------------------------------------------------------------------------

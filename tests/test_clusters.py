@@ -110,7 +110,7 @@ UNIT = {
         "context": "GiB",
     },
     **{"block": "B", "segment": "B", "dram_bandwidth": "GB/s", "kernel_launch_overhead": "us"},
-    **{"power": "W", "power_limit": "W", "host_power": "W", "price": "$/h"},
+    **{"power": "W", "power_limit": "W", "host_power": "W", "price": "$/h", "clock": "Hz"},
 }
 
 

@@ -29,6 +29,8 @@ from distsim.schedule import schedule
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate, precision_named, shard
 from distsim.transforms.autodiff.precision import POLICIES
+from distsim.transforms.kernels import fuse, kernels_named
+from distsim.transforms.kernels.attention import set_attention
 
 KEPT = {
     "fp32": 16,
@@ -205,6 +207,40 @@ def test_amp_multiplies_in_half_and_normalizes_in_float32():
     }
     assert kinds.pop("MatMul") == {BFloat16()}
     assert set().union(*kinds.values()) == {Float32()}
+
+
+def test_amp_adds_biases_in_half_as_operands_of_their_products():
+    """torch.autocast casts all operands of ``linear``: activations stay as products make them."""
+    joint = joint_of("gpt", "amp")
+    kinds = {
+        kind: {op.inputs[0].type.dtype for op in all_ops(joint) if op.op_type == kind}
+        for kind in ("Gelu", "GeluGrad")
+    }
+    assert kinds == {"Gelu": {BFloat16()}, "GeluGrad": {BFloat16()}}
+    sums = [op for op in all_ops(joint) if op.op_type == "Add"]
+    biases = [op for op in sums if any(len(value.type.shape) == 1 for value in op.inputs)]
+    assert biases and {op.outputs[0].type.dtype for op in biases} == {BFloat16()}
+    assert Float32() in {op.outputs[0].type.dtype for op in sums}  # of what goes through all layers
+
+
+@pytest.mark.parametrize("kernels", ["ops", "eager", "compiled"])
+def test_products_of_every_kernel_run_at_the_rate_of_the_policy(kernels):
+    """A bias that the kernel of a product adds changes nothing, and attention as one kernel has no TF32."""
+    found = {
+        policy: fuse(joint_of("gpt", policy), kernels_named(kernels)).function for policy in ("fp32", "tf32")
+    }
+    rates = {
+        policy: {
+            op.attributes.get("rate", "")
+            for op in all_ops(function)
+            if (demand := work(signature_of(op))) is not None and demand.matrix
+        }
+        for policy, function in found.items()
+    }
+    assert rates == {"fp32": {""}, "tf32": {"tfloat32"}}
+    flash = differentiate(set_attention(small_gpt(), "flash"), SGD(), precision=precision_named("tf32"))
+    kinds = {op.op_type for op in all_ops(flash) if "rate" in op.attributes}
+    assert "MatMul" in kinds and not any(kind.startswith("Attention") for kind in kinds)
 
 
 def test_linear_layers_multiply_in_8_bits_but_for_the_predictions():

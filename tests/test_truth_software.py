@@ -108,6 +108,8 @@ def test_a_kernel_of_attention_that_no_column_names_is_the_stacks():
     [
         ({"precision": "bf16, fp32 grad accumulation"}, "mixed"),
         ({"precision": "BF16"}, "mixed"),
+        ({"precision": "bf16 pure"}, "bf16"),
+        ({"precision": "pure bfloat16"}, "bf16"),
         ({"precision": "fp16/bf16"}, "mixed_fp16"),
         ({"precision": "bf16/fp16"}, "mixed"),
         ({"precision": "float32"}, "fp32"),

@@ -5,9 +5,14 @@ source in the preset); here is how shape lowers it.
 
 - ``linear``, ``linear_float8``: products with a weight. An output [m, n] is made in tiles of 128 x 256, one
   a multiprocessor at a time, and a tile needs some depth k before its pipeline is full: the share is
-  (tiles in use / tiles of whole waves) ** 0.72 k / (k + 148). Exponent and depth: least squares over 183
-  bfloat16 products of at least 8.6e9 multiplications measured on A100 (SimuMax, a100_pcie.json): mean error
-  3.7 %, 27 % at worst; 10.9 % over 514 on B200, where thin ones come out too fast. Types of 8 and 16 bits
+  (tiles in use / tiles of whole waves) ** 0.72 k / (k + 148). Where tiles are few, the depth is divided among
+  s multiprocessors that each sum a part of at least 1,536 (split-K): s times the tiles, of depth k / s, and
+  1.05 of the time, to add the parts; of all s the best one. Exponent and depth: least squares over 183
+  bfloat16 products of at least 8.6e9 multiplications measured on A100 (SimuMax, a100_pcie.json); least depth
+  and what adding takes: over those, 282 on B200, 60 on H200 and 208 in training steps there
+  (``measure_machine.py``, ``measure_steps.py``), with mean errors of 3.0, 9.2, 2.7 and 5.8 %, where undivided
+  they are 2.8, 9.7, 4.3 and 10.5 %. Operands of 8
+  bits need twice the depth, as many bytes. Types of 8 and 16 bits
   alone: kernels of others have smaller tiles. Convolutions have the share without the rule.
   One that adds what it makes to sums of gradients takes 0.45 of the time, at the DRAM's bandwidth, in which
   these are read and written, beside that: least squares over 60 products on A100 that add to float32
@@ -39,6 +44,7 @@ from distsim.ops import Signature, Work, op_label, signature_of, work
 _TILED_TYPES = ("bfloat16", "float16")
 _TILE = (128, 256)
 _WAVE, _DEPTH = 0.72, 148.0
+_LEAST_DEPTH, _PARTS_ADDED, _MOST_PARTS = 1536.0, 1.05, 16
 _HALF, _CAUSAL_HALF, _SMALL_HEAD = 190.0, 500.0, 0.9
 _ADDED = 0.45
 _BLOCK = 128
@@ -120,18 +126,29 @@ def _of_product(signature: Signature, demand: Work, processors: int) -> float:
     if not processors or not demand.flops or not sizes or not all(size for size, _ in sizes):
         return 1.0
     slowness = 0.0
+    halved = 2.0 if element_type(signature).startswith("float8") else 1.0
     for size, n in sizes:
         k = demand.flops / (2.0 * size * len(sizes))
-        slowness += (k + _DEPTH) / k / _waves(size // n, n, processors) ** _WAVE
+        slowness += _slowness(size // n, n, k / halved, processors)
     return len(sizes) / slowness
 
 
-def _waves(m: int, n: int, processors: int) -> float:
+def _slowness(m: int, n: int, k: float, processors: int) -> float:
+    """Return how many times as long a product of [m, k] and [k, n], of 16 bits, takes as one that fills all
+    tiles: the least for any number of parts into which its depth may be divided."""
+    slowness = (k + _DEPTH) / k / _waves(m, n, processors) ** _WAVE
+    for parts in range(2, min(_MOST_PARTS, int(k // _LEAST_DEPTH)) + 1):
+        depth, waves = k / parts, _waves(m, n, processors, parts)
+        slowness = min(slowness, _PARTS_ADDED * (depth + _DEPTH) / depth / waves**_WAVE)
+    return slowness
+
+
+def _waves(m: int, n: int, processors: int, parts: int = 1) -> float:
     """Return the share of the tiles of whole waves that a result fills, the tiles lying either way."""
     found = 0.0
     for rows, columns in (_TILE, _TILE[::-1]):
-        tiles = math.ceil(m / rows) * math.ceil(n / columns)
-        found = max(found, m * n / (rows * columns) / (math.ceil(tiles / processors) * processors))
+        tiles = math.ceil(m / rows) * math.ceil(n / columns) * parts
+        found = max(found, m * n * parts / (rows * columns) / (math.ceil(tiles / processors) * processors))
     return found
 
 

@@ -2,7 +2,8 @@
 
 A compute op takes ``launch + max(flops / (peak * flops_efficiency), bytes / (dram_bandwidth *
 bytes_efficiency))`` (Williams, Waterman and Patterson, "Roofline", 2009), the shares of peak and bandwidth as
-:mod:`distsim.cost.efficiency` has them, and what a product needs longer that adds to sums. The peak of matrix
+:mod:`distsim.cost.efficiency` has them, what a product needs longer that adds to sums, and at least what
+:mod:`distsim.cost.element_rate` says of elements. The peak of matrix
 work (``Work.matrix``) is that of the device for the element type; all other work runs on the vector units, at
 ``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`.
 """
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from distsim.cost.efficiency import efficiencies, element_type, exposed_addition
+from distsim.cost.element_rate import element_seconds, waiting_seconds
 from distsim.errors import CostError
 from distsim.hardware import collective_time
 from distsim.ir import Device, Topology
@@ -54,7 +56,10 @@ class RooflineRules:
         flops_share, bytes_share = efficiencies(signature, demand, dtype, device)
         flops = demand.flops / (peak * flops_share) + exposed_addition(signature, device)
         moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * bytes_share)
-        return device.kernel_launch_overhead + max(flops, moved)
+        if demand.matrix:
+            return device.kernel_launch_overhead + max(flops, moved)
+        waiting = device.kernel_launch_overhead + waiting_seconds(signature, device)
+        return waiting + max(flops, moved, element_seconds(signature, device))
 
     def communicate(self, kind: str, nbytes: float, group: Group, topology: Topology) -> float:
         """Seconds by the cheapest algorithm for the group."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, cast
 import msgspec
 
 from distsim.errors import TopologyError
-from distsim.hardware.units import BYTES, FLOPS, NUMBER, POWER, PRICE, RATE, SECONDS, SHARE, Units
+from distsim.hardware.units import BYTES, FLOPS, FREQUENCY, NUMBER, POWER, PRICE, RATE, SECONDS, SHARE, Units
 from distsim.ir.kernel_rates import ATTENTION_KERNELS, KINDS_OF_UNCERTAINTY, KINDS_OF_WORK, WAYS_TO_LAUNCH
 from distsim.suggestions import choices_for
 
@@ -64,6 +64,7 @@ class DeviceTable(_Strict, frozen=True):
     block: Amount | None = None
     segment: Amount | None = None
     processors: Amount | None = None
+    clock: Amount | None = None
     spread: Amount | None = None
     slowdown: Amount | None = None
     variation: Amount | None = None
@@ -130,6 +131,7 @@ DEVICE_UNITS: dict[str, Units] = {
     "bytes_efficiency": SHARE,
     "kernel_launch_overhead": SECONDS,
     "processors": NUMBER,
+    "clock": FREQUENCY,
     "spread": NUMBER,
     "slowdown": NUMBER,
     "variation": NUMBER,

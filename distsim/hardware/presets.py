@@ -207,6 +207,7 @@ def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
         si.get("device.slowdown", 0.0),
         tuple([(kernel, si[f"device.attention.{kernel}"]) for kernel in table.attention]),
         tuple([(kind, si[f"device.uncertainty.{kind}"]) for kind in table.uncertainty]),
+        si.get("device.clock", 0.0),
     )
 
 

@@ -24,6 +24,7 @@ BYTES: Units = {
     **{"KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30, "TiB": 2.0**40},
 }
 SECONDS: Units = {"s": 1.0, "ms": 1e-3, "us": 1e-6, "ns": 1e-9}
+FREQUENCY: Units = {"Hz": 1.0, "MHz": 1e6, "GHz": 1e9}
 POWER: Units = {"W": 1.0, "kW": 1e3}
 PRICE: Units = {"$/h": 1.0}
 SHARE: Units = {"1": 1.0, "%": 0.01}

@@ -59,4 +59,5 @@ def _slower(device: Device, factor: float) -> Device:
         peaks=tuple((dtype, peak / factor) for dtype, peak in device.peaks),
         dram_bandwidth=device.dram_bandwidth / factor,
         kernel_launch_overhead=device.kernel_launch_overhead * factor,
+        rates=replace(device.rates, clock=device.rates.clock / factor),
     )

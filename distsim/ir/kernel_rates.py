@@ -37,7 +37,8 @@ class KernelRates:
     :data:`WAYS_TO_LAUNCH`, and ``tensor`` those for each further tensor of a kernel that works on many.
     ``slowdown`` is the share of the seconds of a collective by which computation beside it takes longer.
     ``attentions`` are how fast :data:`ATTENTION_KERNELS` are, 1 being what ``shares`` say of attention.
-    ``processors`` are the multiprocessors among which a product divides its tiles; 0 where that is not known.
+    ``processors`` are the multiprocessors among which a product divides its tiles, and ``clock`` the cycles a
+    second of these, beside what is bound by memory; 0 where that is not known.
     ``spread`` is how far measured steps are taken to be from predicted ones if all figures are right: the
     standard deviation of the logarithm; 0 where that is not known. ``uncertainties`` are, by
     :data:`KINDS_OF_UNCERTAINTY`, how far the seconds of a kind of work may be from what these figures say:
@@ -55,6 +56,7 @@ class KernelRates:
     slowdown: float = 0.0
     attentions: tuple[tuple[str, float], ...] = ()
     uncertainties: tuple[tuple[str, float], ...] = ()
+    clock: float = 0.0
 
     def __post_init__(self) -> None:
         for given, known in (
@@ -75,7 +77,8 @@ class KernelRates:
             if not 0 <= seconds < math.inf:
                 raise TopologyError(f"launches.{name}={seconds} must be seconds, at least 0 and finite")
         uncertain = [(f"uncertainty.{name}", value) for name, value in self.uncertainties]
-        for name, value in (("spread", self.spread), ("slowdown", self.slowdown), *uncertain):
+        known_to = (("spread", self.spread), ("slowdown", self.slowdown), ("clock", self.clock))
+        for name, value in (*known_to, *uncertain):
             if not 0 <= value < math.inf:
                 raise TopologyError(f"{name}={value} must be at least 0 and finite")
         if self.processors < 0:

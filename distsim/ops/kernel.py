@@ -32,9 +32,10 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     ``one_product`` the products among them are one: what they make are columns of its result (``columns``),
     and what adds gradients of its operand is a part of it. ``triangle``: it is a softmax that reads nothing
     that a causal mask hides; ``added``: of products that add what they make to sums (``AccumulateInto``), the
-    bytes of these, read and written. Of updates that are several kernels also the bytes that these move
-    beyond each operand once, and how many they are (``launches``). Views count for nothing. Raises
-    :class:`ValueError` for an op without a work rule.
+    bytes of these, read and written; ``rate``: of products that run at the rate of another type, that one.
+    Of updates that are several kernels also the bytes that these move beyond each operand once, and how many
+    they are (``launches``). Views count for nothing. Raises :class:`ValueError` for an op without a work
+    rule.
     """
     summed = one_product and any(op.op_type == "MatMulGradA" for op in ops)
     flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
@@ -53,10 +54,13 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     if one_product or not chained or max(Counter(names).values(), default=0) > 3:
         names = list(dict.fromkeys(names))
     label = "+".join(names)
-    marks: dict[str, float] = {"columns": 1} if one_product else {}
+    marks: dict[str, float | str] = {"columns": 1} if one_product else {}
     added = sum(op.inputs[0].type.nbytes + op.outputs[0].type.nbytes for op in ops if op.op_type == ADD)
     if matrix and added:
         marks["added"] = float(added)
+    rates = {op.attributes["rate"] for op in ops if "rate" in op.attributes}
+    if len(rates) == 1:
+        marks["rate"] = rates.pop()
     if any(op.attributes.get(TRIANGLE, 0) for op in ops):
         marks[TRIANGLE] = 1
     return Attributes({"ops": label, "flops": flops, "matrix": matrix, **marks, **more})

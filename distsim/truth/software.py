@@ -255,6 +255,8 @@ def _brain(text: str, stack: Stack) -> Precision:
         return POLICIES["mixed"]
     if re.search(r"bf(loat)?-?16[- ](grad|reduc)", text):
         return POLICIES["mixed_bf16_grads"]
+    if re.search(rf"\bpure[- ]({_BRAIN})|({_BRAIN})[- ]pure", text):
+        return POLICIES["bf16"]
     policy = POLICIES[stack.precision or "mixed"]
     return (
         policy if BFloat16() in (policy.used, policy.compute) or re.search(_HALF, text) else POLICIES["mixed"]

@@ -31,6 +31,7 @@ from distsim.ir import (
 from distsim.ir.type import dtype_named
 from distsim.ops import signature_of, work
 from distsim.ops.conversion import ONCE
+from distsim.ops.places import shape_of
 from distsim.transforms.autodiff.precision import LINEAR_OPS, LOSSES, SCALINGS, Precision
 
 _CASTS = ("Cast", "CopyIn", "GradientCast", "GradientCopy", "ScaleGradient")
@@ -74,10 +75,11 @@ def apply_precision(function: Function, precision: Precision) -> Function:
 
     What is float32 in ``function`` is so logically. Parameters come in as ``precision.parameter``; where that
     is not ``precision.used`` the first op that reads one finds it cast as a whole. Products read
-    ``precision.compute``, the operators of ``precision.wide_ops`` ``precision.wide``; any other op takes the
-    widest type of what it reads, of which constants do not count: they take the type of what they meet. A
-    value is cast once for all ops of its function that read it so. What is cast of a parameter as a whole,
-    and the weights of linear layers, are marked to be made once a step (:data:`ONCE`).
+    ``precision.compute``, and so do biases that are added to what they make, which are operands of theirs
+    (torch.autocast casts all of ``linear``); the operators of ``precision.wide_ops`` ``precision.wide``; any
+    other op takes the widest type of what it reads, of which constants do not count: they take the type of
+    what they meet. A value is cast once for all ops of its function that read it so. What is cast of a
+    parameter as a whole, and the weights of linear layers, are marked to be made once a step (:data:`ONCE`).
     """
     wide = all(dtype == Float32() for dtype in (precision.parameter, precision.used, precision.compute))
     if wide and precision.linear is None:
@@ -86,12 +88,17 @@ def apply_precision(function: Function, precision: Precision) -> Function:
 
 
 def set_product_rate(function: Function, rate: str) -> Function:
-    """Return ``function`` with float32 products marked to run at the rate of ``rate``, such as tfloat32."""
+    """Return ``function`` with float32 products marked to run at the rate of ``rate``, such as tfloat32.
+
+    Attention as one kernel is no such product: torch's for float32 takes as long with TF32 as without (28 and
+    26 TFLOP/s on H200, measured/h200_steps.csv).
+    """
 
     def change(op: Op, env: Environment) -> tuple[Op]:
         called = tuple([done[callee] for callee in op.subfunctions])
         attributes = op.attributes
-        if not op.is_call and _multiplies(op) and signature_of(op).outputs[0].dtype == Float32():
+        product = not op.is_call and _multiplies(op) and not op.op_type.startswith("Attention")
+        if product and signature_of(op).outputs[0].dtype == Float32():
             attributes = Attributes({**attributes, "rate": rate})
         return (retype_op(op, env, function.name, attributes, called),)
 
@@ -183,6 +190,7 @@ class _FunctionCaster:
         self.scaling = self.precision.scaling or SCALINGS[0]
         self.linear_ops = self.precision.linear_ops or LINEAR_OPS
         self.makers: dict[Value, Op] = {}  # of constants made here
+        self.products: set[Value] = set()
         self.held: set[Value] = set()
         for value, type_ in zip(function.inputs, types, strict=True):
             self.env[value] = self.maker.add_input_value(value.name, type_, value.role)
@@ -222,7 +230,8 @@ class _FunctionCaster:
         if dtype is not None:
             reads = [value if _float_type(value) is None else self._cast(value, dtype) for value in reads]
         if self._is_linear(op, reads):
-            return (self._linear(op, reads),)
+            self.products.add(made := self._linear(op, reads))
+            return (made,)
         known = [found for value in reads if (found := _float_type(value)) is not None]
         cast = op.op_type in _CASTS
         attributes = _converted(op, Float32(), known[0] if known and not cast else self.precision.used)
@@ -230,7 +239,15 @@ class _FunctionCaster:
         made = self.maker.add(op.op_type, reads, attributes, (), names, op.version, op.name)
         if not reads:
             self.makers.update(dict.fromkeys(made, self.maker.ops[-1]))
+        if op.op_type in LINEAR_OPS:
+            self.products.update(made)
         return made
+
+    def _adds_bias(self, op: Op, reads: Sequence[Value]) -> bool:
+        """Whether an op adds a weight of one dimension to what a product makes."""
+        if op.op_type != "Add" or self.products.isdisjoint(reads):
+            return False
+        return any(value in self.weights and len(shape_of(value)) == 1 for value in reads)
 
     def _is_linear(self, op: Op, reads: Sequence[Value]) -> bool:
         """Whether an op is a product of activations with a weight whose operands are cast further."""
@@ -285,7 +302,7 @@ class _FunctionCaster:
         """Return the type that an op reads; None if it takes what there is."""
         if op.op_type in self.precision.wide_ops:
             return self.precision.wide
-        if op.inputs and _multiplies(op):
+        if op.inputs and (_multiplies(op) or self._adds_bias(op, reads)):
             return self.precision.compute
         floats = {value: dtype for value in reads if (dtype := _float_type(value)) is not None}
         if len(set(floats.values())) < 2 or op.op_type == "CastLike":

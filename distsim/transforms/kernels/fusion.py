@@ -96,10 +96,13 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     return Fused(replace(opened, ops=tuple(made)), tuple(parts))
 
 
+_NORM_GRADIENTS = ("LayerNormalizationGrad", "RMSNormalizationGrad")
+
+
 def _as_run(op: Op, kernels: Kernels) -> Op:
     """Return an op with a callee that kernels run, and with how often its kernels read what it reads."""
     callee = fuse(op.callee, kernels).function if op.is_call else None
-    if kernels.norms_twice and op.op_type == "LayerNormalizationGrad":
+    if kernels.norms_twice and op.op_type in _NORM_GRADIENTS:
         return replace(op, attributes=Attributes({**op.attributes, TWICE: 1}))
     if op.attributes.get(CAUSAL, 0) and shape_of(op.outputs[0])[-1] <= kernels.triangles:
         return replace(op, attributes=Attributes({**op.attributes, TRIANGLE: 1}))

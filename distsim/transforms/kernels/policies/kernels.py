@@ -9,9 +9,9 @@ from distsim.errors import PlanError
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies.joins import (
     Joins,
-    alone,
     compiled,
     compiled_blocks,
+    eager,
     megatron,
     one_loss,
 )
@@ -58,14 +58,15 @@ class Kernels:
     gradients of the operands of a product are a kernel each, and ``products``, of :data:`PRODUCTS`, how those
     run that a model may have as one (:mod:`distsim.transforms.kernels.products`). ``strided_batches``:
     products of many matrices read these where they lie (:mod:`distsim.transforms.kernels.strides`).
-    ``norms_twice``: what the gradient of a layer normalization reads, a kernel for those of scale and bias
-    reads again, as torch's does (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
-    ``LayerNormBackwardKernelImplInternal``) and apex's ``MixedFusedLayerNorm``
-    (csrc/layer_norm_cuda_kernel.cu, ``HostLayerNormGradient``); apex's ``FastLayerNorm`` and Transformer
-    Engine's read it once. ``triangles``: over at most so many keys a softmax under a causal mask, and its
-    gradient, read nothing that it hides, though they write zeros there: Megatron-LM's
-    scaled_upper_triang_masked_softmax.h, whose rows are read up to ``local_seq``, for 2,048 keys in 6985e58
-    of 2021 (model/fused_softmax.py), 4,096 in core 0.12 (core/fusions/fused_softmax.py).
+    ``norms_twice``: what the gradient of a layer or RMS normalization reads, a kernel for those of scale and
+    bias reads again, as torch's does (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
+    ``LayerNormBackwardKernelImplInternal``; since torch 2.9 ``_fused_rms_norm_backward``, seen in traces of
+    2.11) and apex's ``MixedFusedLayerNorm`` (csrc/layer_norm_cuda_kernel.cu, ``HostLayerNormGradient``);
+    apex's ``FastLayerNorm`` and Transformer Engine's read it once, as does flash_attn's ``TritonRMSNorm``,
+    which nanotron has (nn/layer_norm.py). ``triangles``: over at most so many keys a softmax under a
+    causal mask, and its gradient, read nothing that it hides, though they write zeros there:
+    Megatron-LM's scaled_upper_triang_masked_softmax.h, whose rows are read up to ``local_seq``, for 2,048
+    keys in 6985e58 of 2021 (model/fused_softmax.py), 4,096 in core 0.12 (core/fusions/fused_softmax.py).
     ``zeroed``: which sums of gradients over microbatches are a buffer that begins as zeros, of
     :data:`ZEROED`, and ``products_add``: to such a buffer products add the gradients that they make
     (:mod:`distsim.transforms.gradient_sums`).
@@ -136,7 +137,7 @@ class Kernels:
 
 
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True, unscales_first=True)
-_EAGER = replace(_TORCH, joins=alone, norms_twice=True, loss="torch")
+_EAGER = replace(_TORCH, joins=eager, norms_twice=True, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
     name="fused",
@@ -200,6 +201,7 @@ KERNELS = {
         replace(
             _EAGER,
             name="eager_waiting",
+            norms_twice=False,
             products="copied",
             zeroed="wide",
             waiting="reading",

@@ -1,0 +1,93 @@
+"""How fast multiprocessors go through elements, where that is slower than the memory is.
+
+Kernels that are called bound by memory are so on devices whose memory is slow beside their processors. A
+multiprocessor takes some cycles for an element whatever the memory does: to convert it, to find its place
+where operands are broadcast, to evaluate an error function, to wait for the sum of its row. What
+:data:`CYCLES` has of an op is that, of kernels of torch, one op each: medians over 240 kernels of torch 2.11
+alone on H200 (``experiments/element_rates.py``; operands of rotary embeddings and gradients of softmax in
+float32 as in training steps there), where kernels that do nothing of this reach 0.89 of the memory's
+bandwidth and these 0.3 to 0.7: seconds are within 1 to 20 % of what it says, by bytes alone they would be
+wrong by 3 to 68 %. Other GPUs are taken to need as many cycles. Other kernels that do the same (those of
+Megatron-LM, of a compiler) are not known to take as long, and have none of it.
+"""
+
+from __future__ import annotations
+
+from math import prod
+
+from distsim.ir import Device, Tensor
+from distsim.ops import Signature, op_label
+from distsim.ops.normalization import TWICE
+
+CYCLES: dict[str, tuple[float, float]] = {
+    "Cast": (0.77, 0.77),
+    "Cast+Add": (0.96, 0.96),
+    "broadcast": (0.8, 0.83),
+    "Concat": (0.8, 0.77),
+    "Neg": (0.63, 0.76),
+    "Gelu": (0.34, 0.34),
+    "GeluGrad": (0.47, 0.47),
+    "Swish": (0.27, 0.27),
+    "SwishGrad": (0.39, 0.39),
+    "LayerNormalization": (0.5, 0.8),
+    "LayerNormalizationGrad": (1.12, 1.8),
+    "RMSNormalization": (0.33, 0.62),
+    "RMSNormalizationGrad": (1.0, 1.7),
+    "LogSoftmax": (0.43, 1.0),
+    "LogSoftmaxGrad": (0.5, 1.08),
+    "Softmax": (0.49, 0.53),
+    "SoftmaxGrad": (0.8, 0.72),
+}
+"""Cycles of one multiprocessor for one element of the largest tensor of an op, of 16 and of 32 bits."""
+
+COLUMN_SUM, ROWS, GROWTH = 33_000.0, 8192.0, 0.3
+"""Cycles that a sum over so many rows takes beside its bytes, as gradients of biases are, or over more, and
+with which power of the rows over fewer: 9 to 20 us in training steps on H200, of 1,024 to 32,768 rows and 3
+to 134 million elements in 18 sizes (``experiments/measure_steps.py``); 33 us of 32,768 rows of 768."""
+
+_CASTS = ("Cast", "GradientCast", "GradientCopy")
+_BINARY = frozenset(("Add", "Sub", "Mul", "Div"))
+
+
+def element_seconds(signature: Signature, device: Device) -> float:
+    """Return the seconds in which the multiprocessors of a device go through the elements of an op, at least.
+
+    0 where nothing is known of the op, or of the device.
+    """
+    cycles_a_second = device.rates.processors * device.rates.clock
+    known = CYCLES.get(_name(signature)) if cycles_a_second else None
+    if known is None:
+        return 0.0
+    largest = max((*signature.inputs, *signature.outputs), key=lambda tensor: tensor.size)
+    return largest.size * known[largest.dtype.itemsize > 2] / cycles_a_second
+
+
+def waiting_seconds(signature: Signature, device: Device) -> float:
+    """Return the seconds that an op takes beside what it reads and writes, whatever its size."""
+    if not device.rates.clock or op_label(signature) != "ReduceSum":
+        return 0.0
+    read, made = signature.inputs[0].shape, signature.outputs[0].shape
+    if not made or not 1 < made[-1] == read[-1] == prod(made) < prod(read):
+        return 0.0
+    rows = prod(read) / prod(made)
+    return COLUMN_SUM * min(rows / ROWS, 1.0) ** GROWTH / device.rates.clock
+
+
+def _name(signature: Signature) -> str:
+    """Return under which name :data:`CYCLES` has an op."""
+    name = op_label(signature)
+    if name in _CASTS:
+        widens = signature.inputs[0].dtype.itemsize < signature.outputs[0].dtype.itemsize
+        return "Cast" if widens else ""  # numbers that become narrower are loaded several at once
+    if name == "AccumulateInto" and len({operand.dtype for operand in signature.inputs}) > 1:
+        return "Cast+Add"
+    if name in _BINARY and _broadcasts(signature.inputs):
+        return "broadcast"
+    one_kernel = name.endswith("NormalizationGrad") and not signature.attributes.get(TWICE, 0)
+    return "" if one_kernel else name
+
+
+def _broadcasts(operands: tuple[Tensor, ...]) -> bool:
+    """Whether a part of an operand is read for several elements: one that is no number, but smaller."""
+    sizes = {prod(operand.shape) for operand in operands}
+    return len(sizes - {1}) > 1

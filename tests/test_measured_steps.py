@@ -1,0 +1,86 @@
+"""Scripts that measure on a GPU: what they say of steps and kernels, and what distsim makes of that."""
+
+import csv
+import importlib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from distsim.hardware import load_cluster
+from distsim.truth import case_of, predict, read_rows
+
+ROOT = Path(__file__).parents[1]
+with pytest.MonkeyPatch.context() as patch:
+    patch.syspath_prepend(str(ROOT / "experiments"))
+    steps = importlib.import_module("measure_steps")
+    elements = importlib.import_module("element_rates")
+
+MEASURED = ROOT / "experiments" / "measured"
+OWN = {row["id"]: row for row in read_rows([MEASURED / "h200_steps.csv"])}
+
+
+@pytest.mark.parametrize("step", steps.STEPS, ids=lambda step: step.name)
+def test_a_step_is_laid_out_as_it_is_trained(step):
+    row = {name: str(value) for name, value in steps.row_of(step).items()}
+    case = case_of({**row, "hw_gpu": "H200", "gpu_mem_gb": "141", "framework": "PyTorch 2.11"})
+    assert (case.batch, case.plan.microbatches) == (
+        step.micro_batch * step.n_microbatches,
+        step.n_microbatches,
+    )
+    policies = {"amp bf16": "amp", "bf16 pure": "bf16"}
+    assert case.precision.name == policies.get(step.precision, step.precision)
+    assert case.kernels == ("compiled" if step.compiled else "eager")
+    assert case.attention == ("math" if step.attention == "math" else "cudnn")
+    assert case.plan.remat == ("full_early" if step.recompute == "full" else "none")  # as torch's checkpoint
+    assert case.sizes.tied == (step.arch == "gpt")
+    assert OWN[step.name]["seq"] == str(step.seq)
+
+
+@pytest.mark.parametrize(
+    "name", ["gpt_1.3b_b4", "gpt_1.3b_b4_compiled", "llama_1b_s2048_b4", "llama_3b_s4096_b2_pure"]
+)
+def test_steps_whose_device_is_busy_take_what_was_measured(name):
+    """Steps of this GPU are among what its preset is fitted to; what hosts take varies by a half."""
+    predicted = predict(case_of(OWN[name]))
+    assert predicted.seconds == pytest.approx(float(OWN[name]["iter_time_s"]), rel=0.1)
+    assert predicted.peak / 2**30 == pytest.approx(float(OWN[name]["peak_mem_gb"]), rel=0.1)
+
+
+def test_a_step_that_does_not_fit_is_a_row_that_says_so(tmp_path):
+    class Error(Exception):
+        pass
+
+    def fail(*given):
+        raise Error
+
+    torch = SimpleNamespace(
+        OutOfMemoryError=Error, manual_seed=fail, compiler=SimpleNamespace(reset=lambda: None)
+    )
+    row = steps.measured(torch, steps.STEPS[0], "cpu", None)
+    steps.write(tmp_path / "steps.csv", iter([row]))
+    (read,) = csv.DictReader((tmp_path / "steps.csv").read_text().splitlines())
+    assert (read["id"], read["outcome"], read["iter_time_s"]) == (steps.STEPS[0].name, "oom", "")
+
+
+def test_cycles_are_found_again():
+    """Kernels that take as long as the table says show its cycles, and the bytes of what is bound by them."""
+    device = load_cluster("dgx-h200").devices[0]
+    a_second = device.rates.processors * device.rates.clock
+    rows = [
+        {"op": "Cast", "dtype": "bfloat16", "rows": "8192", "columns": str(columns)}
+        | {"seconds": str(8192 * columns * 0.77 / a_second + device.kernel_launch_overhead)}
+        for columns in (1024, 4096)
+    ]
+    (line,) = elements.compared(rows, device)
+    assert (line["cycles"], line["kernels"], line["error"]) == ("0.77", 2, "0.0%")
+    assert float(line["of_bytes"]) == pytest.approx(0.367, rel=0.01)
+    assert float(line["error_of_bytes_alone"].rstrip("%")) == pytest.approx(100 * (1 - 0.367 / 0.77), abs=0.3)
+
+
+def test_what_was_measured_of_elements_is_what_distsim_has():
+    device = load_cluster("dgx-h200").devices[0]
+    lines = elements.compared(elements.read(MEASURED / "h200_elements.csv"), device)
+    assert {line["op"] for line in lines} == set(elements.BYTES) == set(elements.CYCLES)
+    others = [line for line in lines if (line["op"], line["dtype"]) != ("SoftmaxGrad", "float32")]
+    assert all(float(line["error"].rstrip("%")) < 20 for line in others)
