@@ -122,6 +122,24 @@ def test_attention_by_sequence_and_head(causal, half, size, share):
     assert seconds(GPU, which) == pytest.approx(flops / (312e12 * share * 1024 / (1024 + half) * filled))
 
 
+@pytest.mark.parametrize(
+    ("kernel", "size", "filled"),
+    [
+        ("", 80, 96),
+        ("flash2", 96, 96),
+        ("triton", 96, 128),
+        ("cudnn", 80, 128),
+        ("cudnn", 192, 192),
+        ("", 320, 320),
+    ],
+)
+def test_heads_are_filled_up_to_a_size_that_the_kernel_is_made_for(kernel, size, filled):
+    named = {"kernel": kernel} if kernel else {}
+    shape, whole = (1, 8, 1024, size), (1, 8, 1024, filled)
+    found, full = (seconds(GPU, signature("Attention", *[each] * 3, **named)) for each in (shape, whole))
+    assert found == pytest.approx(full)
+
+
 def test_attention_by_kernel():
     """As fast as the device says, never beyond its best; as usual where it says nothing."""
     heads = ((1, 8, 1024, 128),) * 3

@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 
 from distsim.cost import CostModel
-from distsim.cost.element_rate import COLUMN_SUM, CYCLES
+from distsim.cost.element_rate import COLUMN_SUM, CYCLES, element_seconds
 from distsim.hardware import load_cluster
-from distsim.ir import Attributes, BFloat16, Device, Float32, Tensor, Topology
+from distsim.ir import Attributes, BFloat16, Device, Float32, FunctionMaker, Tensor, Topology
 from distsim.ir.kernel_rates import KernelRates
-from distsim.ops import Signature, types
+from distsim.ops import Signature, signature_of, types
+from distsim.ops.kernel import kernel_attributes
 from distsim.ops.normalization import TWICE
 from distsim.transforms.autodiff.set_precision import cast_number
 
@@ -62,6 +63,29 @@ def test_gradients_of_norms_that_one_kernel_makes_are_not_known(op):
     two = seconds(FAST, op, *shapes, **{TWICE: 1})
     assert two == pytest.approx(1e6 * CYCLES[op][0] / 1e11)
     assert seconds(FAST, op, *shapes) < two / 100
+
+
+@pytest.mark.parametrize(("dtype", "place"), [(BFloat16(), 0), (Float32(), 1)])
+def test_updates_of_many_tensors_go_through_all_parameters(dtype, place):
+    maker, shape = FunctionMaker("updates"), (100, 1000)
+    for number in range(7):
+        given = [maker.add_input_value(f"{name}{number}", Tensor(dtype, shape)) for name in "wgmv"]
+        maker.add("AdamOptimizer", given, {"lr": 0.1, "beta1": 0.9, "beta2": 0.999, "eps": 1e-8})
+    one, ops = signature_of(maker.ops[0]), maker.ops
+    attributes = kernel_attributes(ops)
+    many = Signature("Kernel", attributes, one.inputs * 7, one.outputs * 7)
+    cycles = CYCLES["AdamOptimizer"][place]
+    assert element_seconds(one, FAST) == pytest.approx(1e5 * cycles / 1e11)
+    assert element_seconds(many, FAST) == pytest.approx(7e5 * cycles / 1e11)
+
+
+def test_kernels_of_several_ops_have_what_any_kernel_evaluates():
+    x = Tensor(BFloat16(), (1000, 1000))
+    for ops, cycles in (("Add+Gelu", CYCLES["Gelu"][0]), ("Cast+Mul+LayerNormalization", 0.0)):
+        attributes = Attributes({"ops": ops, "flops": 1.0, "matrix": False})
+        which = Signature("Kernel", attributes, (x,), (x,))
+        found = element_seconds(which, FAST)
+        assert found == pytest.approx(1e6 * cycles / 1e11)
 
 
 @pytest.mark.parametrize(("rows", "share"), [(8192, 1.0), (65536, 1.0), (1024, 0.125**0.3)])

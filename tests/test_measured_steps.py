@@ -81,6 +81,7 @@ def test_cycles_are_found_again():
 def test_what_was_measured_of_elements_is_what_distsim_has():
     device = load_cluster("dgx-h200").devices[0]
     lines = elements.compared(elements.read(MEASURED / "h200_elements.csv"), device)
-    assert {line["op"] for line in lines} == set(elements.BYTES) == set(elements.CYCLES)
+    of_steps = {"CrossEntropyLoss", "CrossEntropyLossGrad", "AdamOptimizer"}
+    assert {line["op"] for line in lines} == set(elements.BYTES) == set(elements.CYCLES) - of_steps
     others = [line for line in lines if (line["op"], line["dtype"]) != ("SoftmaxGrad", "float32")]
     assert all(float(line["error"].rstrip("%")) < 20 for line in others)

@@ -23,11 +23,13 @@ source in the preset); here is how shape lowers it.
   experts, in 8 bits of as much smaller a share than in 16 as linear ones (assumption: nobody measured it).
 - ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
   Over s keys the share is s / (s + 190), under a causal mask s / (s + 500), and 0.9 of it for heads of at
-  most 64: by the curves that FlashAttention-2 prints for A100 and H100 (Dao 2023), within 6 % under a causal
-  mask and 9 % without. Queries are taken 128 of a head at a time; b such blocks on p multiprocessors leave b
-  / (b + 2.8 p) forward and b / (b + 0.61 p) backward: least squares over 88 kernels of 4 to 128 heads, A100
-  and B200 (SimuMax), mean error 9 %; forward 1.7 would suit A100, 3.6 B200. An op that says which kernel
-  runs it is as much faster or slower as the device says (``Device.rates.attentions``).
+  most 64; heads of a size that a kernel is not made for are filled up to the next (``_HEAD_SIZES``: 80 to
+  128 by cuDNN, as measured/h200_steps.csv shows it): by the curves that FlashAttention-2 prints for A100
+  and H100 (Dao 2023), within 6 % under a causal mask and 9 % without. Queries are taken 128 of a head at a
+  time; b such blocks on p multiprocessors leave b / (b + 2.8 p) forward and b / (b + 0.61 p) backward:
+  least squares over 88 kernels of 4 to 128 heads, A100 and B200 (SimuMax), mean error 9 %; forward 1.7
+  would suit A100, 3.6 B200. An op that says which kernel runs it is as much faster or slower as the device
+  says (``Device.rates.attentions``).
 - ``memory``: everything else, by the bytes that it reads and writes; ``embedding``: rows picked or added by
   index.
 """
@@ -48,6 +50,14 @@ _LEAST_DEPTH, _PARTS_ADDED, _MOST_PARTS = 1536.0, 1.05, 16
 _HALF, _CAUSAL_HALF, _SMALL_HEAD = 190.0, 500.0, 0.9
 _ADDED = 0.45
 _BLOCK = 128
+_HEAD_SIZES = {
+    "": (32, 64, 96, 128, 192, 256),
+    "triton": (16, 32, 64, 128, 256),
+    "flash3": (64, 96, 128, 192, 256),
+    "cudnn": (64, 128, 192, 256),
+}
+"""Sizes of heads that kernels are made for: flash-attn, csrc/flash_attn/src/static_switch.h, and hopper's;
+flash_attn_triton.py, ``BLOCK_HEADDIM``, a power of 2; those of cuDNN: its fused kernels' multiples of 64."""
 _BLOCKS_A_PROCESSOR = {"attention": 2.8, "attention_grad": 0.61}
 
 
@@ -158,6 +168,8 @@ def _of_attention(signature: Signature, kind: str, processors: int) -> float:
     keys, size = key.shape[-2], query.shape[-1]
     causal = bool(signature.attributes.get("is_causal", 0))
     share = keys / (keys + (_CAUSAL_HALF if causal else _HALF)) * (_SMALL_HEAD if size <= 64 else 1.0)
+    made_for = _HEAD_SIZES.get(signature.attributes.get("kernel", ""), _HEAD_SIZES[""])
+    share *= size / next((each for each in made_for if each >= size), size)
     blocks = math.prod(query.shape[:-2]) * math.ceil(query.shape[-2] / _BLOCK)
     return share * blocks / (blocks + _BLOCKS_A_PROCESSOR[kind] * processors) if blocks else share
 

@@ -7,8 +7,9 @@ where operands are broadcast, to evaluate an error function, to wait for the sum
 alone on H200 (``experiments/element_rates.py``; operands of rotary embeddings and gradients of softmax in
 float32 as in training steps there), where kernels that do nothing of this reach 0.89 of the memory's
 bandwidth and these 0.3 to 0.7: seconds are within 1 to 20 % of what it says, by bytes alone they would be
-wrong by 3 to 68 %. Other GPUs are taken to need as many cycles. Other kernels that do the same (those of
-Megatron-LM, of a compiler) are not known to take as long, and have none of it.
+wrong by 3 to 68 %. Other GPUs are taken to need as many cycles. Kernels that run several ops (those of
+Megatron-LM, of a compiler) load and store in ways of their own, and have of it what any kernel evaluates:
+:data:`EVALUATED`.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from math import prod
 
 from distsim.ir import Device, Tensor
 from distsim.ops import Signature, op_label
+from distsim.ops.kernel import UPDATED
 from distsim.ops.normalization import TWICE
 
 CYCLES: dict[str, tuple[float, float]] = {
@@ -37,8 +39,17 @@ CYCLES: dict[str, tuple[float, float]] = {
     "LogSoftmaxGrad": (0.5, 1.08),
     "Softmax": (0.49, 0.53),
     "SoftmaxGrad": (0.8, 0.72),
+    "AdamOptimizer": (1.45, 2.05),
+    "CrossEntropyLoss": (0.37, 0.37),
+    "CrossEntropyLossGrad": (0.32, 0.32),
 }
-"""Cycles of one multiprocessor for one element of the largest tensor of an op, of 16 and of 32 bits."""
+"""Cycles of one multiprocessor for one element of the largest tensor of an op, of 16 and of 32 bits; of
+updates of many tensors, for one of all parameters, as torch's fused AdamW took in 24 training steps."""
+
+EVALUATED = ("Gelu", "GeluGrad", "CrossEntropyLoss", "CrossEntropyLossGrad")
+"""Ops whose cycles go into error functions and exponentials, in whatever kernel. Of inductor's kernels of
+compiled steps (``experiments/measure_steps.py``) those with a GELU took 0.42 and 0.56 to 0.6 cycles, those of
+a cross entropy, which are one kernel there alone, 0.36 and 0.32."""
 
 COLUMN_SUM, ROWS, GROWTH = 33_000.0, 8192.0, 0.3
 """Cycles that a sum over so many rows takes beside its bytes, as gradients of biases are, or over more, and
@@ -55,11 +66,12 @@ def element_seconds(signature: Signature, device: Device) -> float:
     0 where nothing is known of the op, or of the device.
     """
     cycles_a_second = device.rates.processors * device.rates.clock
-    known = CYCLES.get(_name(signature)) if cycles_a_second else None
-    if known is None:
+    if not cycles_a_second:
         return 0.0
     largest = max((*signature.inputs, *signature.outputs), key=lambda tensor: tensor.size)
-    return largest.size * known[largest.dtype.itemsize > 2] / cycles_a_second
+    elements = signature.attributes.get(UPDATED, largest.size)
+    known = [CYCLES[name][largest.dtype.itemsize > 2] for name in _names(signature)]
+    return elements * max(known, default=0.0) / cycles_a_second
 
 
 def waiting_seconds(signature: Signature, device: Device) -> float:
@@ -73,18 +85,19 @@ def waiting_seconds(signature: Signature, device: Device) -> float:
     return COLUMN_SUM * min(rows / ROWS, 1.0) ** GROWTH / device.rates.clock
 
 
-def _name(signature: Signature) -> str:
-    """Return under which name :data:`CYCLES` has an op."""
+def _names(signature: Signature) -> list[str]:
+    """Return under which names :data:`CYCLES` has an op, or of what a kernel runs what counts in any."""
     name = op_label(signature)
     if name in _CASTS:
         widens = signature.inputs[0].dtype.itemsize < signature.outputs[0].dtype.itemsize
-        return "Cast" if widens else ""  # numbers that become narrower are loaded several at once
+        return ["Cast"] if widens else []  # numbers that become narrower are loaded several at once
     if name == "AccumulateInto" and len({operand.dtype for operand in signature.inputs}) > 1:
-        return "Cast+Add"
+        return ["Cast+Add"]
     if name in _BINARY and _broadcasts(signature.inputs):
-        return "broadcast"
-    one_kernel = name.endswith("NormalizationGrad") and not signature.attributes.get(TWICE, 0)
-    return "" if one_kernel else name
+        return ["broadcast"]
+    if name.endswith("NormalizationGrad") and not signature.attributes.get(TWICE, 0):
+        return []  # of one kernel
+    return [name] if name in CYCLES else [part for part in name.split("+") if part in EVALUATED]
 
 
 def _broadcasts(operands: tuple[Tensor, ...]) -> bool:

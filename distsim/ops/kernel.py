@@ -20,6 +20,9 @@ from distsim.ops.softmax import TRIANGLE, triangle_reads
 KERNEL = "Kernel"
 ADD = "AccumulateInto"
 
+UPDATED = "updated"
+"""The attribute of a kernel of updates that says how many elements all their parameters have."""
+
 MULTI_TENSOR = OPTIMIZER_OPS | {"SquareSum", "ScaleGradient"}
 """The ops of which one kernel runs those of many tensors (:mod:`distsim.transforms.kernels.multi_tensor`)."""
 
@@ -27,13 +30,14 @@ MULTI_TENSOR = OPTIMIZER_OPS | {"SquareSum", "ScaleGradient"}
 def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attributes:
     """Return the attributes of the kernel that runs ``ops``.
 
-    They are ``ops`` (their types, joined by ``+``; of a kernel for many tensors each once: it is called what
-    one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix units. With
-    ``one_product`` the products among them are one: what they make are columns of its result (``columns``),
-    and what adds gradients of its operand is a part of it. ``triangle``: it is a softmax that reads nothing
-    that a causal mask hides; ``added``: of products that add what they make to sums (``AccumulateInto``), the
-    bytes of these, read and written; ``rate``: of products that run at the rate of another type, that one.
-    Of updates that are several kernels also the bytes that these move beyond each operand once, and how many
+    They are ``ops`` (their types, joined by ``+``; of a kernel for many tensors each once: it is called
+    what one op is called), ``flops`` (of all of them) and ``matrix``, whether some run on the matrix
+    units. With ``one_product`` the products among them are one: what they make are columns of its result
+    (``columns``), and what adds gradients of its operand is a part of it. ``triangle``: it is a softmax
+    that reads nothing that a causal mask hides; ``added``: of products that add what they make to sums
+    (``AccumulateInto``), the bytes of these, read and written; ``rate``: of products that run at the rate
+    of another type, that one. Of updates how many elements their parameters have (:data:`UPDATED`), and
+    of those that are several kernels the bytes that these move beyond each operand once, and how many
     they are (``launches``). Views count for nothing. Raises :class:`ValueError` for an op without a work
     rule.
     """
@@ -61,6 +65,9 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     rates = {op.attributes["rate"] for op in ops if "rate" in op.attributes}
     if len(rates) == 1:
         marks["rate"] = rates.pop()
+    updated = sum(op.inputs[0].type.size for op in ops if op.op_type in OPTIMIZER_OPS)
+    if updated:
+        marks[UPDATED] = updated
     if any(op.attributes.get(TRIANGLE, 0) for op in ops):
         marks[TRIANGLE] = 1
     return Attributes({"ops": label, "flops": flops, "matrix": matrix, **marks, **more})

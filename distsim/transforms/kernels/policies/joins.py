@@ -150,10 +150,13 @@ def one_loss(first: Op, second: Op) -> bool:
 
 
 def compiled(first: Op, second: Op) -> bool:
-    """Chains of element by element ops and reductions along rows, over equally many elements.
+    """Chains of element by element ops and reductions along rows, over equally many elements; a cross entropy
+    with the cast of its logits.
 
     As torch's inductor joins them (torch/_inductor/scheduler.py: ``can_fuse``).
     """
+    if second.op_type == "CrossEntropyLoss":
+        return first.op_type == "Cast"
     if second.op_type == "Float8Amax":  # the first stage of its reduction joins what makes its operand
         return is_pointwise(signature_of(first)) and _elements(first) == _elements(second)
     for op in (first, second):
