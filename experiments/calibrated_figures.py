@@ -67,7 +67,12 @@ FIGURES: dict[str, FittedFigure] = {
     "memory": FittedFigure(0.95, 0.08, "of a large copy"),
     "launch.a100": FittedFigure(32e-6, 0.4, "25 to 40 us an op in eager mode (40: SimuMax, a100_pcie.json)"),
     "launch.h100": FittedFigure(0.75, 0.15, "of launch.a100: a host of a later generation"),
-    "launch.h200": FittedFigure(0.75, 0.15, "of launch.a100: a host of a later generation"),
+    "launch.h200": FittedFigure(
+        0.75,
+        0.15,
+        "of launch.a100: a host of a later generation; four kernels in a loop take 12 to 20 us each there "
+        "(measured/h200_kernels.csv), without a framework, autocast and a backward pass around them",
+    ),
     "launch.b200": FittedFigure(0.65, 0.15, "of launch.a100: a host of a later generation"),
     "compiled": FittedFigure(0.5, 0.3, "of an eager launch: no dispatcher between kernels"),
     "tensor": FittedFigure(5e-6, 0.7, "a few calls of Python for each tensor"),
@@ -104,11 +109,11 @@ KERNELS: dict[str, dict[str, tuple[float, str]]] = {
     },
     "h200": {
         **{
-            name: (_FLASH2 * share, f"{share:g} of flash2: {source}, on A100")
+            name: (round(_FLASH2 * share, 3), f"{share:g} of flash2: {source}, on A100")
             for name, (share, source) in _OLDER.items()
         },
         "flash2": (_FLASH2, _FLASH2_SOURCE),
-        "flash3": (1.65 * _FLASH2, f"1.65 of flash2: {_FLASH3_SOURCE}"),
+        "flash3": (round(1.65 * _FLASH2, 3), f"1.65 of flash2: {_FLASH3_SOURCE}"),
         "cudnn": (1.0, "what the shares of attention are of"),
     },
     "b200": {"cudnn": (1.0, "what the shares of attention are of")},
@@ -132,7 +137,8 @@ GROUPED = {
     "h100": (0.82, "taken over from A100; not measured"),
     "h200": (
         0.87,
-        "6 kernels alone of 256 to 4,096 rows a group, by the shape rule (torch 2.11, 2026-11-26)",
+        "6 kernels alone of 256 to 4,096 rows a group, by the shape rule "
+        "(experiments/measured/h200_other.csv)",
     ),
     "b200": (0.55, "108 kernels alone (SimuMax, b200_bf16_ceperm.json), by the shape rule"),
     "v100": (0.82, "taken over from A100; not measured"),

@@ -6,6 +6,9 @@ torch has allocated. Then ``distsim validate steps.csv``, or ``experiments/calib
 table. ``--trace FOLDER`` writes a trace of one step of each as well (torch's profiler), for ``distsim
 calibrate``; ``--only`` takes those whose names begin so. Some five minutes, of which compilers take two.
 
+In ``experiments/measured/h200_steps.csv`` what was run more than once is the mean of its runs, which its
+notes list. ``step_kernels.py`` makes a table of the traces.
+
 A step is what people write: forward passes and backward passes of all microbatches, gradients summed where
 they are, torch's fused AdamW, no clipping, tokens on the device already. Seconds are those of steps that
 follow each other without waiting, after some that do not count: the median of :data:`ROUNDS` runs.
@@ -32,6 +35,8 @@ COLUMNS = (
     *("attention", "dp", "tp", "pp", "zero", "recompute", "micro_batch", "global_batch", "n_microbatches"),
     *("iter_time_s", "peak_mem_gb", "mem_kind", "outcome", "notes"),
 )
+EFFICIENT = "memory-efficient"
+"""The kernel of attention that torch has for float32."""
 SOURCE = "distsim experiments/measure_steps.py"
 
 
@@ -59,6 +64,11 @@ class Step:
     compiled: bool = False
     attention: str = "SDPA cuDNN"
 
+    @property
+    def backend(self) -> str:
+        """The kernel that scaled_dot_product_attention is held to, as torch calls it."""
+        return "EFFICIENT_ATTENTION" if self.attention == EFFICIENT else "CUDNN_ATTENTION"
+
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, seq: int, batch: int, **how: Any) -> Step:
     return Step(name, "gpt", layers, hidden, heads, heads, 4 * hidden, 50304, seq, batch, **how)
@@ -77,11 +87,11 @@ STEPS = (
     _gpt("gpt_350m_b16", 24, 1024, 16, 1024, 16),
     _gpt("gpt_1.3b_b4", 24, 2048, 16, 2048, 4),
     _gpt("gpt_1.3b_b8_full", 24, 2048, 16, 2048, 8, recompute="full"),
-    _gpt("gpt_1.3b_b4_math", 24, 2048, 16, 2048, 2, attention="math"),
+    _gpt("gpt_1.3b_b2_math", 24, 2048, 16, 2048, 2, attention="math"),
     _gpt("gpt_2.7b_b2", 32, 2560, 32, 2048, 2),
     _gpt("gpt_2.7b_b4_pure_x4", 32, 2560, 32, 2048, 4, precision="bf16 pure", n_microbatches=4),
-    _gpt("gpt_350m_b8_tf32", 24, 1024, 16, 1024, 8, precision="tf32"),
-    _gpt("gpt_350m_b4_fp32", 24, 1024, 16, 1024, 4, precision="fp32"),
+    _gpt("gpt_350m_b8_tf32", 24, 1024, 16, 1024, 8, precision="tf32", attention=EFFICIENT),
+    _gpt("gpt_350m_b4_fp32", 24, 1024, 16, 1024, 4, precision="fp32", attention=EFFICIENT),
     _llama("llama_1b_s2048_b4", _1B, 2048, 4),
     _llama("llama_1b_s8192_b1_pure", _1B, 8192, 1, precision="bf16 pure"),
     _llama("llama_1b_s32768_b1_full", _1B, 32768, 1, precision="bf16 pure", recompute="full"),
@@ -117,10 +127,11 @@ def decoder(torch: Any, step: Step) -> Any:
 
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
         if step.attention != "math":
-            grouped = groups != step.heads
-            return functional.scaled_dot_product_attention(
-                query, key, value, is_causal=True, enable_gqa=grouped
-            )
+            grouped, kernels = groups != step.heads, torch.nn.attention
+            with kernels.sdpa_kernel(getattr(kernels.SDPBackend, step.backend)):
+                return functional.scaled_dot_product_attention(
+                    query, key, value, is_causal=True, enable_gqa=grouped
+                )
         scores = query @ key.transpose(-2, -1) * size**-0.5
         return functional.softmax(scores + mask, dim=-1) @ value
 
@@ -326,6 +337,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         torch = import_module("torch")
         import_module("torch.utils.checkpoint")
+        import_module("torch.nn.attention")
     except ImportError:
         print(
             "torch is not installed; run this where models are trained (pip install torch)", file=sys.stderr

@@ -4,6 +4,8 @@ import math
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from training_models import small_gpt
 
 from distsim.compose import parallelize
@@ -83,7 +85,7 @@ def test_rows_by_index_are_a_kind_of_their_own():
 
 def test_a_product_fills_waves_of_tiles_and_needs_depth():
     """108 tiles of 128 x 256 are a wave; 109 take two."""
-    depth, whole = 2048, (128 * 108, 256)
+    depth, whole = 512, (128 * 108, 256)
     for rows, waves in ((128 * 108, 1), (128 * 109, 2)):
         filled = rows / 128 / (108 * waves)
         share = 0.5 * filled**0.72 * depth / (depth + 148)
@@ -94,14 +96,19 @@ def test_a_product_fills_waves_of_tiles_and_needs_depth():
 
 
 @pytest.mark.parametrize(
-    ("tiles", "depth", "parts"), [(54, 3072, 2), (18, 9216, 6), (54, 3071, 1), (108, 9216, 1), (1, 10**6, 16)]
+    ("tiles", "depth", "parts"), [(54, 3072, 2), (18, 9216, 6), (54, 512, 1), (108, 9216, 1), (1, 10**6, 16)]
 )
 def test_the_depth_of_few_tiles_is_divided(tiles, depth, parts):
-    """By as many as have 1,536 each, sixteen at most, if that is faster; adding takes 5 %."""
+    """By up to sixteen, if that is faster; to add its part takes each as long as 150 more of depth."""
     found = seconds(GPU, signature("MatMul", (128 * tiles, depth), (depth, 256)))
-    filled, part = tiles * parts / 108, depth / parts
-    share = 0.5 * filled**0.72 * part / (part + 148) / (1.05 if parts > 1 else 1)
+    share = 0.5 * (tiles * parts / 108) ** 0.72 / (1 + (148 + 150 * (parts > 1)) * parts / depth)
     assert found == pytest.approx(2 * 128 * tiles * 256 * depth / (312e12 * share))
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 20000), st.integers(1, 2000))
+def test_a_deeper_product_is_no_faster(m, n, k, more):
+    shallow, deep = (seconds(GPU, signature("MatMul", (m, each), (each, n))) for each in (k, k + more))
+    assert deep >= shallow * (1 - 1e-9)
 
 
 def test_operands_of_8_bits_need_twice_the_depth():

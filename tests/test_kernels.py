@@ -73,6 +73,16 @@ def test_eager_mode_reads_operands_of_narrower_types_as_they_are(op, read, cast,
     assert found == ([f"Cast+{op}"] if one else ["Cast", op])
 
 
+def test_eager_mode_casts_what_several_ops_read():
+    maker = FunctionMaker("shared")
+    x = maker.add_input_value("x", Tensor(dtype_named("bfloat16"), (4, 8)))
+    y = maker.add_input_value("y", Tensor(Float(), (4, 8)))
+    (wide,) = maker.add("Cast", [x], {"to": cast_number(Float())})
+    maker.set_outputs([*maker.add("Add", [y, wide]), *maker.add("Mul", [wide, y])])
+    kinds = [op.op_type for op in fuse(maker.finalize(), KERNELS["eager"]).function.ops]
+    assert kinds == ["Cast", "Add", "Mul"]
+
+
 def test_eager_mode_casts_what_is_added_to_itself():
     maker = FunctionMaker("twice")
     x = maker.add_input_value("x", Tensor(dtype_named("bfloat16"), (4, 8)))

@@ -31,7 +31,8 @@ def test_a_step_is_laid_out_as_it_is_trained(step):
     policies = {"amp bf16": "amp", "bf16 pure": "bf16"}
     assert case.precision.name == policies.get(step.precision, step.precision)
     assert case.kernels == ("compiled" if step.compiled else "eager")
-    assert case.attention == ("math" if step.attention == "math" else "cudnn")
+    kinds = {"math": "math", steps.EFFICIENT: "flash"}
+    assert case.attention == kinds.get(step.attention, "cudnn")
     assert case.plan.remat == ("full_early" if step.recompute == "full" else "none")  # as torch's checkpoint
     assert case.sizes.tied == (step.arch == "gpt")
     assert OWN[step.name]["seq"] == str(step.seq)

@@ -118,8 +118,10 @@ def test_bytes_of_a_trace(tmp_path):
         kernel(5, 3.0),
         op(3, "aten::mul", 200, [[64, 32], [32]], ["float", "float"]),
         kernel(3, 1.0),
-        op(4, "aten::gelu", 300, [[64, 32]], [HALF], **{"Input Strides": [[1, 64]]}),
+        op(4, "aten::relu", 300, [[64, 32]], [HALF], **{"Input Strides": [[1, 64]]}),
         kernel(4, 1.0),
+        op(6, "aten::copy_", 400, [[64, 32], [64, 32], []], ["float", HALF, "Scalar"]),
+        kernel(6, 5.0),
         event("gpu_memcpy", "Memcpy DtoD (Device -> Device)", 0, 7.0, bytes=5000),
         event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)", 0, 7.0, bytes=5000),
     )
@@ -131,7 +133,7 @@ def test_bytes_of_a_trace(tmp_path):
             memory(10000): 7e-6,
         }
     )
-    assert len(found.notes) == 2
+    assert len(found.notes) == 3 and "which multiprocessors convert" in found.notes[-1]
 
 
 def test_collectives_of_a_trace(tmp_path):

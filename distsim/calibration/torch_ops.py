@@ -168,6 +168,8 @@ def _elementwise(args: OpArgs, operands: int) -> KernelCall:
         if not _contiguous(shape, args.strides, place):
             raise UnreadableCallError("operands that are not contiguous")
     sizes = [dtype_named(_dtype(args, place)).itemsize for place in places]
+    if sizes[0] > min(sizes):
+        raise UnreadableCallError("operands of several types, which multiprocessors convert")
     return memory(math.prod(shapes[0]) * (sum(sizes) + sizes[0]))
 
 
@@ -213,6 +215,6 @@ _READERS: dict[str, Callable[[OpArgs], KernelCall]] = {
         )
     },
     **{f"aten::{name}": partial(_elementwise, operands=2) for name in ("add", "add_", "mul", "mul_")},
-    **{f"aten::{name}": partial(_elementwise, operands=1) for name in ("gelu", "silu", "relu", "neg")},
+    "aten::relu": partial(_elementwise, operands=1),
     "aten::copy_": _copy,
 }

@@ -6,14 +6,14 @@ source in the preset); here is how shape lowers it.
 - ``linear``, ``linear_float8``: products with a weight. An output [m, n] is made in tiles of 128 x 256, one
   a multiprocessor at a time, and a tile needs some depth k before its pipeline is full: the share is
   (tiles in use / tiles of whole waves) ** 0.72 k / (k + 148). Where tiles are few, the depth is divided among
-  s multiprocessors that each sum a part of at least 1,536 (split-K): s times the tiles, of depth k / s, and
-  1.05 of the time, to add the parts; of all s the best one. Exponent and depth: least squares over 183
-  bfloat16 products of at least 8.6e9 multiplications measured on A100 (SimuMax, a100_pcie.json); least depth
-  and what adding takes: over those, 282 on B200, 60 on H200 and 208 in training steps there
-  (``measure_machine.py``, ``measure_steps.py``), with mean errors of 3.0, 9.2, 2.7 and 5.8 %, where undivided
-  they are 2.8, 9.7, 4.3 and 10.5 %. Operands of 8
-  bits need twice the depth, as many bytes. Types of 8 and 16 bits
-  alone: kernels of others have smaller tiles. Convolutions have the share without the rule.
+  s multiprocessors, up to 16, that sum a part each (split-K): s times the tiles, of depth k / s, each with
+  150 more of it to add its part; of all s the best one. Exponent and depth: least squares over 183
+  bfloat16 products of at least 8.6e9 multiplications measured on A100 (SimuMax, a100_pcie.json); what adding
+  takes: over 120 of those, 282 on B200, and on H200 60 alone and 208 in training steps (the last two from
+  experiments/measured/h200_other.csv and h200_step_kernels.csv), with mean errors of 3.0, 9.1, 3.1 and 5.7 %,
+  where undivided they are 2.8, 9.7, 4.3 and 10.5 %. Operands of 8 bits need twice the depth, as many bytes.
+  Types of 8 and 16 bits alone: kernels of others have smaller tiles. Convolutions have the share without the
+  rule.
   One that adds what it makes to sums of gradients takes 0.45 of the time, at the DRAM's bandwidth, in which
   these are read and written, beside that: least squares over 60 products on A100 that add to float32
   (SimuMax, a100_pcie.json, ``accumulate=True, out_dtype=fp32``, depths of 4,096 but for four), the share
@@ -46,7 +46,7 @@ from distsim.ops import Signature, Work, op_label, signature_of, work
 _TILED_TYPES = ("bfloat16", "float16")
 _TILE = (128, 256)
 _WAVE, _DEPTH = 0.72, 148.0
-_LEAST_DEPTH, _PARTS_ADDED, _MOST_PARTS = 1536.0, 1.05, 16
+_ADDING, _MOST_PARTS = 150.0, 16
 _HALF, _CAUSAL_HALF, _SMALL_HEAD = 190.0, 500.0, 0.9
 _ADDED = 0.45
 _BLOCK = 128
@@ -147,9 +147,11 @@ def _slowness(m: int, n: int, k: float, processors: int) -> float:
     """Return how many times as long a product of [m, k] and [k, n], of 16 bits, takes as one that fills all
     tiles: the least for any number of parts into which its depth may be divided."""
     slowness = (k + _DEPTH) / k / _waves(m, n, processors) ** _WAVE
-    for parts in range(2, min(_MOST_PARTS, int(k // _LEAST_DEPTH)) + 1):
-        depth, waves = k / parts, _waves(m, n, processors, parts)
-        slowness = min(slowness, _PARTS_ADDED * (depth + _DEPTH) / depth / waves**_WAVE)
+    for parts in range(2, _MOST_PARTS + 1):
+        longer = 1.0 + (_DEPTH + _ADDING) * parts / k
+        if longer >= slowness:
+            break
+        slowness = min(slowness, longer / _waves(m, n, processors, parts) ** _WAVE)
     return slowness
 
 

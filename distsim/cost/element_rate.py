@@ -3,20 +3,21 @@
 Kernels that are called bound by memory are so on devices whose memory is slow beside their processors. A
 multiprocessor takes some cycles for an element whatever the memory does: to convert it, to find its place
 where operands are broadcast, to evaluate an error function, to wait for the sum of its row. What
-:data:`CYCLES` has of an op is that, of kernels of torch, one op each: medians over 240 kernels of torch 2.11
-alone on H200 (``experiments/element_rates.py``; operands of rotary embeddings and gradients of softmax in
-float32 as in training steps there), where kernels that do nothing of this reach 0.89 of the memory's
-bandwidth and these 0.3 to 0.7: seconds are within 1 to 20 % of what it says, by bytes alone they would be
-wrong by 3 to 68 %. Other GPUs are taken to need as many cycles. Kernels that run several ops (those of
-Megatron-LM, of a compiler) load and store in ways of their own, and have of it what any kernel evaluates:
-:data:`EVALUATED`.
+:data:`CYCLES` has of an op is that, of kernels of torch, one op each: medians over 240 kernels of torch
+2.11 alone on H200 (``experiments/element_rates.py``; operands of rotary embeddings and gradients of softmax
+in float32 as in training steps there), where kernels that do nothing of this reach 0.89 of the memory's
+bandwidth and these 0.2 to 0.9: seconds are within 1 to 20 % of what it says, by bytes alone they would be
+wrong by 3 to 68 %. Other GPUs are taken to need as many cycles, and an op that a kernel runs alone to be
+torch's, whoever launches it. Kernels that run several ops (those of Megatron-LM, of a compiler) load and
+store in ways of their own, and have of it what any kernel evaluates: :data:`EVALUATED`. What was seen in
+training steps is in experiments/measured/h200_step_kernels.csv.
 """
 
 from __future__ import annotations
 
 from math import prod
 
-from distsim.ir import Device, Tensor
+from distsim.ir import Device
 from distsim.ops import Signature, op_label
 from distsim.ops.kernel import UPDATED
 from distsim.ops.normalization import TWICE
@@ -58,6 +59,7 @@ to 134 million elements in 18 sizes (``experiments/measure_steps.py``); 33 us of
 
 _CASTS = ("Cast", "GradientCast", "GradientCopy")
 _BINARY = frozenset(("Add", "Sub", "Mul", "Div"))
+_MIXED = frozenset([f"Cast+{name}" for name in _BINARY])
 
 
 def element_seconds(signature: Signature, device: Device) -> float:
@@ -91,16 +93,17 @@ def _names(signature: Signature) -> list[str]:
     if name in _CASTS:
         widens = signature.inputs[0].dtype.itemsize < signature.outputs[0].dtype.itemsize
         return ["Cast"] if widens else []  # numbers that become narrower are loaded several at once
-    if name == "AccumulateInto" and len({operand.dtype for operand in signature.inputs}) > 1:
+    mixed = name == "AccumulateInto" and len({operand.dtype for operand in signature.inputs}) > 1
+    if mixed or name in _MIXED:
         return ["Cast+Add"]
-    if name in _BINARY and _broadcasts(signature.inputs):
+    if name in _BINARY and _broadcasts(signature):
         return ["broadcast"]
     if name.endswith("NormalizationGrad") and not signature.attributes.get(TWICE, 0):
         return []  # of one kernel
     return [name] if name in CYCLES else [part for part in name.split("+") if part in EVALUATED]
 
 
-def _broadcasts(operands: tuple[Tensor, ...]) -> bool:
-    """Whether a part of an operand is read for several elements: one that is no number, but smaller."""
-    sizes = {prod(operand.shape) for operand in operands}
-    return len(sizes - {1}) > 1
+def _broadcasts(signature: Signature) -> bool:
+    """Whether elements of an operand, unless it is a number, are read for several of the result."""
+    made = signature.outputs[0].size
+    return any(1 < operand.size < made for operand in signature.inputs)

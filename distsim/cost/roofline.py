@@ -3,7 +3,7 @@
 A compute op takes ``launch + max(flops / (peak * flops_efficiency), bytes / (dram_bandwidth *
 bytes_efficiency))`` (Williams, Waterman and Patterson, "Roofline", 2009), the shares of peak and bandwidth as
 :mod:`distsim.cost.efficiency` has them, what a product needs longer that adds to sums, and at least what
-:mod:`distsim.cost.element_rate` says of elements. The peak of matrix
+:mod:`distsim.cost.element_rate` says of elements, which adds what sums over rows wait for. The peak of matrix
 work (``Work.matrix``) is that of the device for the element type; all other work runs on the vector units, at
 ``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`.
 """

@@ -87,7 +87,7 @@ def _example(units: Units, value: str = "") -> str:
     if "1" in units:
         return "0.9 or 90 %" if "%" in units else "2"
     written = {"FLOP/s": "312 TFLOP/s", "B/s": "25 GB/s", "B": "80 GiB", "s": "5 us"}
-    written |= {"W": "700 W", "$/h": "2.5 $/h"}
+    written |= {"W": "700 W", "$/h": "2.5 $/h", "Hz": "1980 MHz"}
     usual = written[next(iter(units))]
     number = float(value) if value else math.inf
     return f"{number:g} {usual.split()[1]}" if number < _LARGE else usual

@@ -91,7 +91,7 @@ def set_product_rate(function: Function, rate: str) -> Function:
     """Return ``function`` with float32 products marked to run at the rate of ``rate``, such as tfloat32.
 
     Attention as one kernel is no such product: torch's for float32 takes as long with TF32 as without (28 and
-    26 TFLOP/s on H200, measured/h200_steps.csv).
+    26 TFLOP/s on H200, forward and backward: experiments/measured/h200_step_kernels.csv).
     """
 
     def change(op: Op, env: Environment) -> tuple[Op]:
@@ -239,15 +239,16 @@ class _FunctionCaster:
         made = self.maker.add(op.op_type, reads, attributes, (), names, op.version, op.name)
         if not reads:
             self.makers.update(dict.fromkeys(made, self.maker.ops[-1]))
-        if op.op_type in LINEAR_OPS:
+        if op.op_type in LINEAR_OPS and not self.weights.isdisjoint(reads[:2]):
             self.products.update(made)
         return made
 
     def _adds_bias(self, op: Op, reads: Sequence[Value]) -> bool:
-        """Whether an op adds a weight of one dimension to what a product makes."""
+        """Whether an op adds a weight, a vector along its rows, to what a product with a weight makes."""
         if op.op_type != "Add" or self.products.isdisjoint(reads):
             return False
-        return any(value in self.weights and len(shape_of(value)) == 1 for value in reads)
+        rows = shape_of(op.outputs[0])[-1:]
+        return any(value in self.weights and shape_of(value) == rows for value in reads)
 
     def _is_linear(self, op: Op, reads: Sequence[Value]) -> bool:
         """Whether an op is a product of activations with a weight whose operands are cast further."""

@@ -26,7 +26,7 @@ from distsim.ops.places import shape_of
 from distsim.ops.softmax import CAUSAL, TRIANGLE
 from distsim.program.block import Block, StageBlocks
 from distsim.transforms.kernels.multi_tensor import is_of_many, kind_of, launches, sums_of_squares
-from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue
+from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue, promotes
 from distsim.transforms.kernels.products import products_of_groups
 from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
 from distsim.transforms.kernels.strides import strided
@@ -143,6 +143,14 @@ def kernel_groups(
     pairs.update(
         [(first, n) for n, last in turned.items() for first in before[n] if turned.get(first) == last]
     )
+    if kernels.promotes:
+        reads = Counter([value for op in ops for value in op.inputs])
+        pairs.update(
+            (first, place)
+            for place, op in enumerate(ops)
+            for first in before[place]
+            if promotes(ops[first], op) and reads[ops[first].outputs[0]] == 1
+        )
     if kernels.products_add:
         pairs.update(_added_by_products(ops, maker))
     if kernels.multi_tensor:

@@ -127,11 +127,21 @@ def megatron(first: Op, second: Op) -> bool:
     return first.op_type == "Softmax" and second.op_type == "Cast"
 
 
+def alone(first: Op, second: Op) -> bool:
+    """Each op is a kernel of its own."""
+    return False
+
+
+def one_loss(first: Op, second: Op) -> bool:
+    """Logits in the type of the model, and their gradient: flash_attn/losses/cross_entropy.py."""
+    return (first.op_type, second.op_type) in (("Cast", "CrossEntropyLoss"), ("CrossEntropyLossGrad", "Cast"))
+
+
 _PROMOTE = frozenset(("Add", "Sub", "Mul", "Div"))
 
 
-def eager(first: Op, second: Op) -> bool:
-    """Each op is a kernel of its own, which reads an operand of a narrower type as it is.
+def promotes(first: Op, second: Op) -> bool:
+    """Whether an op reads what a cast makes together with something else, and could read what it is made of.
 
     torch promotes operands of sums and products where it loads them (aten/src/ATen/native/cuda/Loops.cuh,
     ``gpu_kernel``: ``unrolled_elementwise_kernel`` with ``LoadWithCast``).
@@ -140,13 +150,6 @@ def eager(first: Op, second: Op) -> bool:
         return False
     (read,), (made,) = first.inputs, first.outputs
     return read.type.nbytes < made.type.nbytes and any(value is not made for value in second.inputs)
-
-
-def one_loss(first: Op, second: Op) -> bool:
-    """As ``eager``, with logits in the type of the model, and their gradient:
-    flash_attn/losses/cross_entropy.py."""
-    loss = (("Cast", "CrossEntropyLoss"), ("CrossEntropyLossGrad", "Cast"))
-    return (first.op_type, second.op_type) in loss or eager(first, second)
 
 
 def compiled(first: Op, second: Op) -> bool:

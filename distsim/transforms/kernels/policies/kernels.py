@@ -9,9 +9,9 @@ from distsim.errors import PlanError
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies.joins import (
     Joins,
+    alone,
     compiled,
     compiled_blocks,
-    eager,
     megatron,
     one_loss,
 )
@@ -48,8 +48,9 @@ class Kernels:
     """A policy under a name: which ops one kernel runs.
 
     ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
-    that no such kernel adds is added by the kernel of its product. ``rotary``: what a rotary embedding
-    that is written out is (:mod:`distsim.transforms.kernels.rotary`), of :data:`ROTARY`.
+    that no such kernel adds is added by the kernel of its product. ``promotes``: a sum or a product reads
+    an operand of a narrower type as it is, where nothing else reads the wider one. ``rotary``: what a
+    rotary embedding that is written out is (:mod:`distsim.transforms.kernels.rotary`), of :data:`ROTARY`.
     ``multi_tensor``: optimizers and gradient clipping launch a kernel for many tensors
     (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
     kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
@@ -95,6 +96,7 @@ class Kernels:
     name: str
     joins: Joins | None = None
     epilogues: bool = False
+    promotes: bool = False
     rotary: str = "ops"
     multi_tensor: bool = False
     interiors: bool = False
@@ -137,7 +139,7 @@ class Kernels:
 
 
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True, unscales_first=True)
-_EAGER = replace(_TORCH, joins=eager, norms_twice=True, loss="torch")
+_EAGER = replace(_TORCH, joins=alone, promotes=True, norms_twice=True, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
     name="fused",
