@@ -65,7 +65,7 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     rates = {op.attributes["rate"] for op in ops if "rate" in op.attributes}
     if len(rates) == 1:
         marks["rate"] = rates.pop()
-    updated = sum(op.inputs[0].type.size for op in ops if op.op_type in OPTIMIZER_OPS)
+    updated = sum(signature_of(op).inputs[0].size for op in ops if op.op_type in OPTIMIZER_OPS)
     if updated:
         marks[UPDATED] = updated
     if any(op.attributes.get(TRIANGLE, 0) for op in ops):
