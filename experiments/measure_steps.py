@@ -22,7 +22,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -37,6 +37,12 @@ COLUMNS = (
 )
 EFFICIENT = "memory-efficient"
 """The kernel of attention that torch has for float32."""
+BACKENDS = {
+    "SDPA cuDNN": "CUDNN_ATTENTION",
+    "SDPA flash2": "FLASH_ATTENTION",
+    EFFICIENT: "EFFICIENT_ATTENTION",
+}
+"""What scaled_dot_product_attention is held to, as torch calls it, by what a row says."""
 SOURCE = "distsim experiments/measure_steps.py"
 
 
@@ -63,11 +69,6 @@ class Step:
     recompute: str = "none"
     compiled: bool = False
     attention: str = "SDPA cuDNN"
-
-    @property
-    def backend(self) -> str:
-        """The kernel that scaled_dot_product_attention is held to, as torch calls it."""
-        return "EFFICIENT_ATTENTION" if self.attention == EFFICIENT else "CUDNN_ATTENTION"
 
 
 def _gpt(name: str, layers: int, hidden: int, heads: int, seq: int, batch: int, **how: Any) -> Step:
@@ -128,7 +129,7 @@ def decoder(torch: Any, step: Step) -> Any:
     def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
         if step.attention != "math":
             grouped, kernels = groups != step.heads, torch.nn.attention
-            with kernels.sdpa_kernel(getattr(kernels.SDPBackend, step.backend)):
+            with kernels.sdpa_kernel(getattr(kernels.SDPBackend, BACKENDS[step.attention])):
                 return functional.scaled_dot_product_attention(
                     query, key, value, is_causal=True, enable_gqa=grouped
                 )
@@ -333,6 +334,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, default=Path("steps.csv"), metavar="CSV")
     parser.add_argument("--trace", type=Path, metavar="FOLDER", help="write a trace of a step of each")
     parser.add_argument("--only", nargs="+", default=[""], metavar="NAME", help="those that begin so")
+    parser.add_argument(
+        "--attention", choices=("cuDNN", "flash2"), default="cuDNN", help="its kernel for 16 bits"
+    )
     given = parser.parse_args(arguments)
     try:
         torch = import_module("torch")
@@ -353,7 +357,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if given.trace is not None:
         given.trace.mkdir(parents=True, exist_ok=True)
-    chosen = [step for step in STEPS if step.name.startswith(tuple(given.only))]
+    chosen = [
+        replace(step, attention=f"SDPA {given.attention}") if step.attention.startswith("SDPA") else step
+        for step in STEPS
+        if step.name.startswith(tuple(given.only))
+    ]
     write(given.out, ({**measured(torch, step, "cuda", given.trace), **machine} for step in chosen))
     return 0
 
