@@ -45,9 +45,11 @@ PRODUCTS = [
 """[m, k] times [k, n]: the linear layers of models of 1 to 70 billion parameters, and thin ones; those of
 small models and of gradients of their weights; predictions."""
 BATCHED = [
-    (heads, seq, n, k) for heads, seq in ((64, 2048), (128, 1024)) for n, k in ((seq, 128), (128, seq))
+    *((heads, seq, n, k) for heads, seq in ((64, 2048), (128, 1024)) for n, k in ((seq, 128), (128, seq))),
+    *((8, m, n, k) for m in (2048, 4096) for n, k in ((2048, 2048), (4096, 1024))),
 ]
-"""So many of [m, k] times [k, n]: scores of attention, and what they weigh."""
+"""So many of [m, k] times [k, n]: scores of attention, and what they weigh, which memory bounds or nearly;
+and some as deep as those of linear layers."""
 ATTENTIONS = [
     *(
         AttentionShape(max(1, 16384 // seq), 16, 16, seq, 128, causal)

@@ -112,34 +112,37 @@ STEPS = (
 # --- the models -------------------------------------------------------------------------------------------
 
 
-def decoder(torch: Any, step: Step) -> Any:
-    """Return a decoder-only transformer: a GPT with learned positions and biases, its embedding tied to the
-    head, or a Llama with RMSNorm, rotary embeddings, a gated feed-forward and a head of its own."""
-    nn, functional = torch.nn, torch.nn.functional
-    size, groups = step.hidden // step.heads, step.kv_heads
-    gpt = step.arch == "gpt"
+def attention(torch: Any, step: Step, query: Any, key: Any, value: Any, mask: Any) -> Any:
+    """Return attention over heads [batch, heads, seq, size], by a kernel of its own or written out."""
+    functional = torch.nn.functional
+    if step.attention == "math":
+        scores = query @ key.transpose(-2, -1) * query.shape[-1] ** -0.5
+        return functional.softmax(scores + mask, dim=-1) @ value
+    grouped, kernels = step.kv_heads != step.heads, torch.nn.attention
+    with kernels.sdpa_kernel(getattr(kernels.SDPBackend, BACKENDS[step.attention])):
+        return functional.scaled_dot_product_attention(query, key, value, is_causal=True, enable_gqa=grouped)
 
-    def norm() -> Any:
-        return nn.LayerNorm(step.hidden) if gpt else nn.RMSNorm(step.hidden, eps=1e-5)
+
+def norm(torch: Any, step: Step) -> Any:
+    """Return a normalization of a model: LayerNorm of a GPT, RMSNorm of a Llama."""
+    if step.arch == "gpt":
+        return torch.nn.LayerNorm(step.hidden)
+    return torch.nn.RMSNorm(step.hidden, eps=1e-5)
+
+
+def layer(torch: Any, step: Step) -> Any:
+    """Return a layer: attention, and a feed-forward, gated in a Llama."""
+    nn, functional = torch.nn, torch.nn.functional
+    size, groups, gpt = step.hidden // step.heads, step.kv_heads, step.arch == "gpt"
 
     def turned(x: Any, cosines: Any, sines: Any) -> Any:
         first, second = x.chunk(2, dim=-1)
         return x * cosines + torch.cat((-second, first), dim=-1) * sines
 
-    def attend(query: Any, key: Any, value: Any, mask: Any) -> Any:
-        if step.attention != "math":
-            grouped, kernels = groups != step.heads, torch.nn.attention
-            with kernels.sdpa_kernel(getattr(kernels.SDPBackend, BACKENDS[step.attention])):
-                return functional.scaled_dot_product_attention(
-                    query, key, value, is_causal=True, enable_gqa=grouped
-                )
-        scores = query @ key.transpose(-2, -1) * size**-0.5
-        return functional.softmax(scores + mask, dim=-1) @ value
-
     class Layer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.norm1, self.norm2 = norm(), norm()
+            self.norm1, self.norm2 = norm(torch, step), norm(torch, step)
             self.query = nn.Linear(step.hidden, step.heads * size, bias=gpt)
             self.key = nn.Linear(step.hidden, groups * size, bias=gpt)
             self.value = nn.Linear(step.hidden, groups * size, bias=gpt)
@@ -157,20 +160,28 @@ def decoder(torch: Any, step: Step) -> Any:
             )
             if not gpt:
                 query, key = turned(query, *tables[:2]), turned(key, *tables[:2])
-            found = attend(query, key, value, tables[-1])
+            found = attention(torch, step, query, key, value, tables[-1])
             x = x + self.out(found.transpose(1, 2).reshape(rows, seq, -1))
             inner = self.norm2(x)
             if self.gate is None:
                 return x + self.down(functional.gelu(self.up(inner)))
             return x + self.down(functional.silu(self.gate(inner)) * self.up(inner))
 
+    return Layer()
+
+
+def decoder(torch: Any, step: Step) -> Any:
+    """Return a decoder-only transformer: a GPT with learned positions and biases, its embedding tied to the
+    head, or a Llama with RMSNorm, rotary embeddings, a gated feed-forward and a head of its own."""
+    nn, functional, gpt = torch.nn, torch.nn.functional, step.arch == "gpt"
+
     class Decoder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.tokens = nn.Embedding(step.vocab, step.hidden)
             self.positions = nn.Embedding(step.seq, step.hidden) if gpt else None
-            self.layers = nn.ModuleList([Layer() for _ in range(step.n_layers)])
-            self.norm = norm()
+            self.layers = nn.ModuleList([layer(torch, step) for _ in range(step.n_layers)])
+            self.norm = norm(torch, step)
             self.head = nn.Linear(step.hidden, step.vocab, bias=False)
             if gpt:
                 self.head.weight = self.tokens.weight
@@ -183,9 +194,9 @@ def decoder(torch: Any, step: Step) -> Any:
             if self.positions is not None:
                 x = x + self.positions.weight[: tokens.shape[1]]
             checkpoint = torch.utils.checkpoint.checkpoint
-            for layer in self.layers:
+            for each in self.layers:
                 again = step.recompute == "full"
-                x = checkpoint(layer, x, tables, use_reentrant=False) if again else layer(x, tables)
+                x = checkpoint(each, x, tables, use_reentrant=False) if again else each(x, tables)
             logits = self.head(self.norm(x))
             return functional.cross_entropy(logits.view(-1, step.vocab), labels.view(-1))
 

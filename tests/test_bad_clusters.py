@@ -7,6 +7,7 @@ from distsim.errors import (
     TopologyError,
 )
 from distsim.hardware import describe, load_cluster
+from distsim.hardware.cluster_table import DEVICE_UNITS
 
 # --- clusters ---------------------------------------------------------------------------------------
 
@@ -105,3 +106,9 @@ def test_cluster_files_that_cannot_be_read(tmp_path):
         load_cluster(write(tmp_path, "#" * (2**20 + 1)))
     with says(TopologyError, "999999999 nodes are 3999999996 devices", "1048576"):
         load_cluster(write(tmp_path, cluster()) + ":999999999")
+
+
+@pytest.mark.parametrize("key", [key for key, units in DEVICE_UNITS.items() if "1" not in units])
+def test_a_number_without_its_unit_is_refused_with_an_example(key):
+    with pytest.raises(TopologyError, match=rf"device\.{key}: 3 has no unit; write it as 3 \S+, in one of "):
+        load_cluster("dgx-a100", [f"device.{key}=3"])

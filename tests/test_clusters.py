@@ -15,7 +15,7 @@ from distsim.cost import CostModel
 from distsim.errors import TopologyError
 from distsim.hardware import collective_time, describe, figures, load_cluster, presets
 from distsim.hardware.cluster_file import line_of
-from distsim.hardware.cluster_table import DEVICE_UNITS, setting_keys
+from distsim.hardware.cluster_table import setting_keys
 from distsim.hardware.units import BYTES, FLOPS, RATE, SECONDS, SHARE, parse_quantity
 from distsim.models import gpt
 from distsim.plan import Plan
@@ -123,15 +123,6 @@ def test_every_key_can_be_set():
             unit = named.get(table, UNIT.get(name, ""))
             found = {row.name: row.value for row in figures("dgx-a100", [f"{key}=1{unit}"])}
             assert [found[name] for name in found if name.removeprefix("levels.") == key] == [1.0]
-
-
-@pytest.mark.parametrize("key", DEVICE_UNITS)
-def test_a_number_without_its_unit_is_refused_with_an_example(key):
-    if "1" in DEVICE_UNITS[key]:
-        assert load_cluster("dgx-a100", [f"device.{key}={1 if key != 'power_limit' else 300}"])
-        return
-    with pytest.raises(TopologyError, match=rf"{key}.*(write|e\.g\.|as) "):
-        load_cluster("dgx-a100", [f"device.{key}=3"])
 
 
 def test_fewer_devices_a_node():

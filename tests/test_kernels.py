@@ -14,7 +14,6 @@ from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.interpret import SequentialExecutor, count_flops
 from distsim.ir import Float, FunctionMaker, Role, Tensor, all_ops, callees, verify
-from distsim.ir.type import dtype_named
 from distsim.models import gpt
 from distsim.ops import op_label, signature_of, work
 from distsim.plan import Plan
@@ -23,7 +22,6 @@ from distsim.simulation.memory.peak import peak_memory
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.autodiff.precision import precision_named
-from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels import KERNELS, Kernels, fuse, kernels_named
 from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.kernels.losses import losses_apart
@@ -52,43 +50,6 @@ def kernels_of(model, name, layer):
 def test_eager_mode_adds_a_bias_in_the_kernel_of_its_product():
     assert kernels_of("gpt", "eager", "layer") == ["MatMul+Add"] * 6
     assert kernels_of("gpt", "eager", "layer_backward") == []
-
-
-@pytest.mark.parametrize(
-    ("op", "read", "cast", "one"),
-    [
-        ("Add", "bfloat16", "float32", True),
-        ("Mul", "bfloat16", "float32", True),
-        ("Add", "float32", "bfloat16", False),
-        ("Sigmoid", "bfloat16", "float32", False),
-    ],
-)
-def test_eager_mode_reads_operands_of_narrower_types_as_they_are(op, read, cast, one):
-    maker = FunctionMaker("mixed")
-    x = maker.add_input_value("x", Tensor(dtype_named(read), (4, 8)))
-    y = maker.add_input_value("y", Tensor(dtype_named(cast), (4, 8)))
-    (wide,) = maker.add("Cast", [x], {"to": cast_number(dtype_named(cast))})
-    maker.set_outputs(maker.add(op, [y, wide] if op != "Sigmoid" else [wide]))
-    found = [op_label(each) for each in fuse(maker.finalize(), KERNELS["eager"]).function.ops]
-    assert found == ([f"Cast+{op}"] if one else ["Cast", op])
-
-
-def test_eager_mode_casts_what_several_ops_read():
-    maker = FunctionMaker("shared")
-    x = maker.add_input_value("x", Tensor(dtype_named("bfloat16"), (4, 8)))
-    y = maker.add_input_value("y", Tensor(Float(), (4, 8)))
-    (wide,) = maker.add("Cast", [x], {"to": cast_number(Float())})
-    maker.set_outputs([*maker.add("Add", [y, wide]), *maker.add("Mul", [wide, y])])
-    kinds = [op.op_type for op in fuse(maker.finalize(), KERNELS["eager"]).function.ops]
-    assert kinds == ["Cast", "Add", "Mul"]
-
-
-def test_eager_mode_casts_what_is_added_to_itself():
-    maker = FunctionMaker("twice")
-    x = maker.add_input_value("x", Tensor(dtype_named("bfloat16"), (4, 8)))
-    (wide,) = maker.add("Cast", [x], {"to": cast_number(Float())})
-    maker.set_outputs(maker.add("Add", [wide, wide]))
-    assert [op.op_type for op in fuse(maker.finalize(), KERNELS["eager"]).function.ops] == ["Cast", "Add"]
 
 
 def test_megatrons_fusions():

@@ -9,9 +9,9 @@ source in the preset); here is how shape lowers it.
   s multiprocessors, up to 16, that sum a part each (split-K): s times the tiles, of depth k / s, each with
   150 more of it to add its part; of all s the best one. Exponent and depth: least squares over 183
   bfloat16 products of at least 8.6e9 multiplications measured on A100 (SimuMax, a100_pcie.json); what adding
-  takes: over 120 of those, 282 on B200, and on H200 60 alone and 208 in training steps (the last two from
-  experiments/measured/h200_other.csv and h200_step_kernels.csv), with mean errors of 3.0, 9.1, 3.1 and 5.7 %,
-  where undivided they are 2.8, 9.7, 4.3 and 10.5 %. Operands of 8 bits need twice the depth, as many bytes.
+  takes: over 120 of those, 282 on B200, and on H200 60 alone and 253 in training steps (the last two from
+  experiments/measured/h200_other.csv and h200_step_kernels.csv), with mean errors of 3.0, 9.1, 3.1 and 6.3 %,
+  where undivided they are 2.8, 9.7, 4.3 and 11.0 %. Operands of 8 bits need twice the depth, as many bytes.
   Types of 8 and 16 bits alone: kernels of others have smaller tiles. Convolutions have the share without the
   rule.
   One that adds what it makes to sums of gradients takes 0.45 of the time, at the DRAM's bandwidth, in which

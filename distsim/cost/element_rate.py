@@ -70,10 +70,12 @@ def element_seconds(signature: Signature, device: Device) -> float:
     cycles_a_second = device.rates.processors * device.rates.clock
     if not cycles_a_second:
         return 0.0
+    names = _names(signature)
+    if not names:
+        return 0.0
     largest = max((*signature.inputs, *signature.outputs), key=lambda tensor: tensor.size)
-    elements = signature.attributes.get(UPDATED, largest.size)
-    known = [CYCLES[name][largest.dtype.itemsize > 2] for name in _names(signature)]
-    return elements * max(known, default=0.0) / cycles_a_second
+    cycles = max([CYCLES[name][largest.dtype.itemsize > 2] for name in names])
+    return signature.attributes.get(UPDATED, largest.size) * cycles / cycles_a_second
 
 
 def waiting_seconds(signature: Signature, device: Device) -> float:
