@@ -290,6 +290,18 @@ def test_a_stack_sets_what_is_not_asked_for_and_says_so(capsys):
     assert times[0] > times[1]
 
 
+def test_what_says_nothing_of_its_types_is_trained_as_torch_does(capsys):
+    command = ["gpt2:layers=4", "--cluster", "dgx-2", "--batch", 8, "--seq", 64, "--plan", "pp=2"]
+    out = simulate(capsys, *command)
+    assert ",stages=default," in out.splitlines()[0]
+    assert "note: assumed: stack torch, precision amp, kernels eager, optimizer adamw\n" in out
+    assert "no rate for products in bfloat16, which run at 15.7 TFLOP/s; --precision mixed_fp16" in out
+    assert "no rate" not in simulate(capsys, *command, "--precision", "mixed_fp16")
+    plain = simulate(capsys, *command, "--stack", "plain")
+    assert "precision" not in plain and "stages=" not in plain.splitlines()[0] and "(float32, " in plain
+    assert "assumed: kernels eager" in simulate(capsys, MLP, "--batch", 8), "a builder says its types"
+
+
 def test_a_stack_divides_the_sequence_where_there_are_ranks_to(capsys):
     command = ["gpt:layers=2,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8, "--stack"]
     for stack, plan, said, unsaid in (
@@ -340,7 +352,7 @@ def test_own_runs_are_a_line_of_the_summary(capsys):
 
 @pytest.mark.parametrize(
     ("option", "value", "choices"),
-    [("--stack", "jax", "plain, megatron"), ("--kernels", "triton", "ops, eager, fused, fused_loss")],
+    [("--stack", "jax", "plain, torch, megatron"), ("--kernels", "triton", "ops, eager, fused, fused_loss")],
 )
 def test_an_unknown_stack_or_kernels_are_refused(capsys, option, value, choices):
     assert main(["simulate", GPT, "--cluster", "dgx-a100", option, value]) == 2

@@ -30,6 +30,7 @@ from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
 from distsim.simulation.explain.text import count
+from distsim.study.choices import Choices
 from distsim.study.clusters import SizedCluster
 from distsim.study.options import options_of
 from distsim.study.search import ClusterSearches
@@ -163,8 +164,8 @@ def run(options: argparse.Namespace) -> int:
         say(for_terminal(str(comparison)))
     _write(options, comparison)
     if options.html:
-        assumed = searches.study.choices.assumed
-        cases = [_page_case(options.model, each, result, assumed) for each, result in found.items()]
+        choices = searches.study.choices
+        cases = [_page_case(options.model, each, result, choices) for each, result in found.items()]
         title = f"{options.model} on {', '.join(comparison)}"
         Progress(sys.stderr).run(f"writing {options.html}", lambda: write_page(options.html, title, cases))
         teller(options.json)(f"page: {options.html}")
@@ -175,24 +176,28 @@ def _searched(
     options: argparse.Namespace, searches: ClusterSearches
 ) -> Iterator[tuple[SizedCluster, SearchResult]]:
     """Yield the clusters that have plans with what was found on each, and say it."""
-    assumed = searches.study.choices.assumed
+    choices = searches.study.choices
     for cluster, result in searches.run():
         if not isinstance(result, SearchResult):
             teller(options.json)(f"{options.model} on {cluster.shown}: {result}\n")
             continue
-        stack = f"; assumed: {', '.join(assumed)}" if assumed else ""
+        stack = f"; assumed: {', '.join(choices.assumed)}" if choices.assumed else ""
         if options.json != PRINTED:
-            say(f"{options.model} on {cluster.shown}, batch {result.step.samples}{stack}\n")
+            say(f"{options.model} on {cluster.shown}, batch {result.step.samples}{stack}")
+            for line in choices.slow_types(cluster.topology):
+                say(f"note: {line}")
+            say("")
             say(for_terminal(describe(result)))
             say("")
         yield cluster, result
 
 
-def _page_case(model: str, cluster: SizedCluster, result: SearchResult, assumed: Sequence[str]) -> PageCase:
+def _page_case(model: str, cluster: SizedCluster, result: SearchResult, choices: Choices) -> PageCase:
     """Return what a page shows of what was found on a cluster."""
     name, named = cluster.shown, NamedCluster(str(cluster.cluster), cluster.settings)
     about = {"model": model, "cluster": name, "batch": str(result.step.samples)}
-    notes = [f"assumed: {', '.join(assumed)}"] if assumed else []
+    notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
+    notes += choices.slow_types(cluster.topology)
     if result.own is not None:
         about["your plan"] = result.own.text
     if not result.fitting:

@@ -70,13 +70,28 @@ def load_model(
             return _import(path, batch, sizes, parameters)
     if name.endswith(".onnx") or source.endswith(".onnx"):
         return _import(source, batch, sizes, parameters)
-    if not source.partition(".json")[1] and name not in model_names():
+    if not is_decoder(source):
         known = ", ".join([*BUNDLED, *(f"{builder}:..." for builder in BUILDERS)])
         raise ImportModelError(
             f"model {source!r} is not an .onnx file, a config.json, one of {known} nor a name that "
             f"`distsim models` lists{did_you_mean(name, [*model_names(), *BUILDERS, *BUNDLED])}"
         )
     return load_decoder(source, batch, sizes, parameters, groups, vocabulary_multiple)
+
+
+def is_decoder(source: str) -> bool:
+    """Whether a text is the name of a published model, or the path of a Hugging Face ``config.json``.
+
+    These say sizes, and nothing of the types in which a model is trained, as an export does, or a builder
+    (``dtype=``).
+
+    >>> is_decoder("llama3-8b:layers=4"), is_decoder("gpt:layers=4"), is_decoder("step.onnx")
+    (True, False, False)
+    """
+    name = source.partition(":")[0]
+    if name in BUILDERS or source in BUNDLED or name.endswith(".onnx") or source.endswith(".onnx"):
+        return False
+    return bool(source.partition(".json")[1]) or name in model_names()
 
 
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:

@@ -95,6 +95,14 @@ STACKS = {
     for stack in (
         Stack("plain", None, None, "eager", "none", "adam", None, "PyTorch, op by op; nothing added"),
         Stack(
+            *("torch", "amp", None, "eager", "none", "adamw", None),
+            source="PyTorch as its guides train language models: torch.autocast to bfloat16 over weights in "
+            "float32 (docs, amp), scaled_dot_product_attention, AdamW, nothing compiled; stages of whole "
+            "layers, embedding and head counted as one each (torchtitan's distributed/pipeline_parallel.py, "
+            "over torch.distributed.pipelining)",
+            stages="default",
+        ),
+        Stack(
             *("megatron", "mixed", "cudnn", "fused", "none", "adamw", 1.0),
             source="Megatron-LM core 0.12, megatron/training/arguments.py: --bf16 sums and reduces gradients "
             "in float32, attention of Transformer Engine (cuDNN's on Hopper and later), fusions on, that of "

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distsim.importer import is_decoder
+from distsim.ir import Function, Topology
 from distsim.plan import Plan
 from distsim.plan.stacks import Stack, stack_named
-from distsim.study.options import ModelOptions
+from distsim.study.options import Model, ModelOptions
 from distsim.transforms.autodiff.optimizers import Named, optimizer_named
 from distsim.transforms.autodiff.precision import Precision, precision_named
 from distsim.transforms.kernels.policies import Kernels, kernels_named
@@ -30,14 +33,26 @@ class Choices:
     assumed: tuple[str, ...]
 
     @staticmethod
-    def of(options: ModelOptions) -> Choices:
-        """Return the choices that options make; raise :class:`PlanError` for an unknown name."""
+    def of(options: ModelOptions, trains: bool = True) -> Choices:
+        """Return the choices that options make, of a model that is trained or of its forward pass alone.
+
+        Raises :class:`PlanError` for an unknown name.
+
+        Where no stack is named it is ``torch`` for a training of what says nothing of its types
+        (:func:`distsim.importer.is_decoder`), else ``plain``: a function, an export and what a builder makes
+        are in the types in which they are written.
+        """
         by_file = options.from_file is not None and options.stack is None
-        asked = "plain" if options.stack is None else options.stack
+        assumed: list[str] = []
+        asked = options.stack
         if options.from_file is not None and by_file:
             asked = options.from_file.stack
+        elif asked is None and trains and _says_no_types(options.model):
+            asked = "torch"
+            assumed.append("stack torch")
+        elif asked is None:
+            asked = "plain"
         stack = asked if isinstance(asked, Stack) else stack_named(asked)
-        assumed: list[str] = []
 
         def choice(name: str) -> Any:
             given, default = getattr(options, name), getattr(stack, name)
@@ -57,6 +72,18 @@ class Choices:
             stack,
             tuple(assumed),
         )
+
+    def slow_types(self, topology: Topology) -> list[str]:
+        """Say where devices have no rate for products in the type of the precision."""
+        dtype = None if self.precision is None else self.precision.compute
+        if dtype is None or dtype.itemsize > 2:
+            return []
+        without = [device for device in topology.devices if dtype.name not in dict(device.peaks)]
+        if not without:
+            return []
+        rate, has = without[0].throughput / 1e12, dict(without[0].peaks)
+        way = "; --precision mixed_fp16 is of a type for which it has one" if "float16" in has else ""
+        return [f"{without[0]} has no rate for products in {dtype.name}, which run at {rate:g} TFLOP/s{way}"]
 
     def plan(self, asked: str | Plan) -> Plan:
         """Return the plan of a text; what it leaves open the stack says. A plan is as it is."""
@@ -79,3 +106,7 @@ class Choices:
             fields |= {"tp_overlap": self.stack.tp_overlap}
             fields |= {"sp": self.stack.sp} if plan.sp == "on" and self.stack.sp != "off" else {}
         return replace(plan, **{name: own for name, own in fields.items() if name not in given})
+
+
+def _says_no_types(model: Model) -> bool:
+    return not isinstance(model, Function) and is_decoder(os.fspath(model))

@@ -129,6 +129,7 @@ def simulated(
     traits = ModelTraits.of(function)
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += said
+    notes += choices.slow_types(topology)
     notes += _unknown_kernel(choices.attention, topology)
     notes += _idle_devices(name, plan, topology, traits.batch)
     notes += _uneven_ranks(plan, program.schedule, simulation)

@@ -25,7 +25,7 @@ from distsim.transforms.repeated_keys import repeat_keys
 
 def forward_pass(options: ModelOptions, progress: Progress) -> Function:
     """Return the forward pass of the model in its precision, outlined if that is asked for."""
-    choices = Choices.of(options)
+    choices = Choices.of(options, trains=False)
     function = _logical_model(options, choices, progress, choices.plan(plan_asked(options.plan)))
     return function if choices.precision is None else apply_precision(function, choices.precision)
 

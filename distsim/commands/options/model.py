@@ -47,7 +47,8 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--loss", help=f"the loss to add: {', '.join(LOSSES)} (default auto)")
     parser.add_argument(
         "--stack",
-        help=f"whose defaults the options below and remat= have: {', '.join(STACKS)} (default plain)",
+        help=f"whose defaults the options below and remat= have: {', '.join(STACKS)} (default: torch to "
+        "train a model with a name or a config.json; plain for what says its types: builders, .onnx files)",
     )
     parser.add_argument(
         "--attention",
@@ -56,18 +57,18 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--kernels",
-        help=f"which ops one kernel runs: {', '.join(KERNELS)} (default eager)",
+        help=f"which ops one kernel runs: {', '.join(KERNELS)} (default: the stack's)",
     )
     parser.add_argument(
         "--optimizer",
-        help=f"{', '.join(OPTIMIZERS)}, with settings as in adamw:beta2=0.95,mean=bf16 (default adam)",
+        help=f"{', '.join(OPTIMIZERS)}, with settings as in adamw:beta2=0.9,mean=bf16 (default: stack's)",
     )
     parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm over all")
     parser.add_argument(
         "--precision",
         metavar="POLICY",
-        help="the types of weights, gradients and optimizer state (default: as the model is written): "
-        f"{', '.join(POLICIES)}, or the path of a .toml file",
+        help="the types of weights, gradients and optimizer state (default: the stack's; of plain those in "
+        f"which the model is written): {', '.join(POLICIES)}, or the path of a .toml file",
     )
 
 
