@@ -4,7 +4,9 @@ in to what goes out."""
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import cached_property
 from itertools import pairwise
+from math import inf
 from typing import NamedTuple
 
 import numpy as np
@@ -56,6 +58,70 @@ class Passage(NamedTuple):
     follows: bool
 
 
+class _CalleeTasks:
+    """The tasks of a callee, and what of them does not depend on which inputs are fixed, made once."""
+
+    def __init__(self, tasks: BlockTasks) -> None:
+        self.tasks = tasks
+        self.deps = _lists(tasks.deps, tasks.dep_start)
+        self.op: list[int] = tasks.op.tolist()
+        self.durations: list[float] = tasks.durations.tolist()
+
+    @cached_property
+    def ahead(self) -> list[list[int]]:
+        """The tasks before each on its streams."""
+        tasks = self.tasks
+        before, _ = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))
+        return _lists(before, tasks.stream_start)
+
+    @cached_property
+    def computes(self) -> list[bool]:
+        """Whether each is on a compute stream."""
+        tasks = self.tasks
+        computing = [stream.name == "compute" for stream in tasks.stream_table]
+        streams = _lists(tasks.streams, tasks.stream_start)
+        return [any(computing[stream] for stream in own) for own in streams]
+
+    @cached_property
+    def products(self) -> list[bool]:
+        """Whether each is a product."""
+        ops = [is_product(op) for op in self.tasks.op_table]
+        return [ops[op] for op in self.op]
+
+    @cached_property
+    def apart(self) -> list[bool]:
+        """Whether each runs once a step, or is no work of its own."""
+        ops = [_is_apart(op) for op in self.tasks.op_table]
+        return [ops[op] for op in self.op]
+
+    @cached_property
+    def leads_to_products(self) -> list[bool]:
+        """Whether each is a product, or one depends on it."""
+        return self.needed(())
+
+    def needed(self, makers: Iterable[int]) -> list[bool]:
+        """Return of each task whether it is a product or one of ``makers``, or one of these depends on it."""
+        found = list(self.products)
+        for task in makers:
+            found[task] = True
+        for task in reversed(range(len(found))):
+            if found[task]:
+                for other in self.deps[task]:
+                    if other >= 0:
+                        found[other] = True
+        return found
+
+    def counting(self, fixed: tuple[bool, ...], needed: list[bool]) -> list[bool]:
+        """Return of each task whether it counts: it is ``needed``, and reads what is not ``fixed``, as what
+        is of a microbatch."""
+        given = [not fixed[place] for place, _ in self.tasks.ports.tolist()]
+        found: list[bool] = []
+        for own, apart in zip(self.deps, self.apart, strict=True):
+            reads = any(found[other] if other >= 0 else given[-2 - other] for other in own)
+            found.append(reads and not apart)
+        return [own and counts for own, counts in zip(found, needed, strict=True)]
+
+
 class Spans:
     """The spans of callees on the ranks of a program, and passages through them, each made once."""
 
@@ -64,6 +130,7 @@ class Spans:
         self._known: dict[tuple[Function, tuple[bool, ...]], LayerSpan | None] = {}
         self._passages: dict[tuple[Function, tuple[bool, ...], int, int], Passage | None] = {}
         self._alike: dict[tuple[str, ...], bool] = {}
+        self._callees: dict[Function, _CalleeTasks] = {}
 
     def op_seconds(self, op: Op) -> float:
         """Return for how long an op that is no Call computes."""
@@ -93,8 +160,10 @@ class Spans:
             self._passages[key] = _passage(self._tasks(callee), fixed, place, result)
         return self._passages[key]
 
-    def _tasks(self, callee: Function) -> BlockTasks:
-        return tasks_of(callee, 0, self._ranks, self._cost_model)
+    def _tasks(self, callee: Function) -> _CalleeTasks:
+        if callee not in self._callees:
+            self._callees[callee] = _CalleeTasks(tasks_of(callee, 0, self._ranks, self._cost_model))
+        return self._callees[callee]
 
     @property
     def _part(self) -> StageRanks:
@@ -109,52 +178,50 @@ class Spans:
         return self._alike[axes]
 
 
-def _span(tasks: BlockTasks, fixed: tuple[bool, ...]) -> LayerSpan:
+def _span(callee: _CalleeTasks, fixed: tuple[bool, ...]) -> LayerSpan:
     """Return the longest path through the tasks that count, from one that computes to one that does."""
-    deps = _lists(tasks.deps, tasks.dep_start)
-    before, _ = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))
-    counts, computes = _counting(tasks, deps, fixed, _needed(tasks, deps)), _computing(tasks)
-    ahead = _lists(before, tasks.stream_start)
-    reached: list[float] = []
-    for task, (own, computing) in enumerate(zip(deps, computes, strict=True)):
-        earlier = [reached[other] for other in (*own, *ahead[task]) if other >= 0]
-        start = max(earlier, default=-np.inf)
-        start = max(start, 0.0) if computing else start
-        reached.append(start + float(tasks.durations[task]) * counts[task])
-    seconds = max([end for end, computing in zip(reached, computes, strict=True) if computing], default=0.0)
-    own = np.where(np.array(counts, np.bool_), tasks.durations, 0.0)
-    products = np.array([is_product(op) for op in tasks.op_table], np.bool_)[tasks.op]
-    return LayerSpan(
-        float(seconds), float(own[np.array(computes, np.bool_)].sum()), float(own[products].sum())
+    counts, computes, durations = (
+        callee.counting(fixed, callee.leads_to_products),
+        callee.computes,
+        callee.durations,
     )
+    reached: list[float] = []
+    seconds = 0.0
+    for task, (own, ahead) in enumerate(zip(callee.deps, callee.ahead, strict=True)):
+        start = max([reached[other] for other in (*own, *ahead) if other >= 0], default=-inf)
+        start = max(start, 0.0) if computes[task] else start
+        reached.append(start + durations[task] * counts[task])
+        if computes[task]:
+            seconds = max(seconds, reached[task])
+    own = np.where(np.array(counts, np.bool_), callee.tasks.durations, 0.0)
+    computing, products = np.array(computes, np.bool_), np.array(callee.products, np.bool_)
+    return LayerSpan(seconds, float(own[computing].sum()), float(own[products].sum()))
 
 
-def _passage(tasks: BlockTasks, fixed: tuple[bool, ...], place: int, result: int) -> Passage | None:
+def _passage(callee: _CalleeTasks, fixed: tuple[bool, ...], place: int, result: int) -> Passage | None:
     """Return the passage from an input to a result, on the rank where it is least.
 
     What the result follows from counts as well: products of the next call follow from it.
     """
+    tasks, durations, computes = callee.tasks, callee.durations, callee.computes
     makers: list[int] = tasks.makers[result].tolist()
     if any(task < 0 for task in makers):
         return None
-    deps, computes = _lists(tasks.deps, tasks.dep_start), _computing(tasks)
-    needed = _needed(tasks, deps, makers)
-    counts = _counting(tasks, deps, fixed, needed)
-    of_what_comes_in = _counting(tasks, deps, tuple([own != place for own in range(len(fixed))]), needed)
-    before, _ = neighbours(tasks.stream_start, tasks.streams, len(tasks.stream_table))
-    ahead = _lists(before, tasks.stream_start)
+    needed = callee.needed(makers)
+    counts = callee.counting(fixed, needed)
+    of_what_comes_in = callee.counting(tuple([own != place for own in range(len(fixed))]), needed)
     enters = [-2 - port for port, (own, _) in enumerate(tasks.ports.tolist()) if own == place]
     through, led, first = list[float](), list[float](), -1
-    for task, own in enumerate(deps):
-        takes = float(tasks.durations[task]) * counts[task]
+    for task, (own, ahead) in enumerate(zip(callee.deps, callee.ahead, strict=True)):
+        takes = durations[task] * counts[task]
         came = max(
             [0.0 if other in enters else through[other] for other in own if other >= 0 or other in enters],
-            default=-np.inf,
+            default=-inf,
         )
         through.append(came + takes)
         if first < 0 and takes and computes[task]:
             first = task
-        begun = max([led[other] for other in (*own, *ahead[task]) if other >= 0], default=-np.inf)
+        begun = max([led[other] for other in (*own, *ahead) if other >= 0], default=-inf)
         led.append((0.0 if task == first else begun) + takes)
     seconds, lead = min(through[task] for task in makers), min(led[task] for task in makers)
     if first < 0 or not (seconds > 0 and lead > 0):
@@ -162,48 +229,13 @@ def _passage(tasks: BlockTasks, fixed: tuple[bool, ...], place: int, result: int
     # All that computes comes after the first task that does, on a stream that runs in order.
     if not of_what_comes_in[first]:
         return Passage(seconds, lead, 0.0, False)
-    entry = through[first] - float(tasks.durations[first])
+    entry = through[first] - durations[first]
     return Passage(max(seconds, entry + lead), lead, entry, True)
-
-
-def _computing(tasks: BlockTasks) -> list[bool]:
-    """Return of each task whether it is on a compute stream."""
-    streams = _lists(tasks.streams, tasks.stream_start)
-    return [any(tasks.stream_table[stream].name == "compute" for stream in own) for own in streams]
 
 
 def _lists(values: Ints, start: Ints) -> list[list[int]]:
     bounds: list[int] = start.tolist()
     return [values[a:b].tolist() for a, b in pairwise(bounds)]
-
-
-def _counting(
-    tasks: BlockTasks, deps: list[list[int]], fixed: tuple[bool, ...], needed: list[bool]
-) -> list[bool]:
-    """Return of each task whether it counts: it is ``needed``, and reads what is not ``fixed``, as what is of
-    a microbatch."""
-    given = [not fixed[place] for place, _ in tasks.ports.tolist()]
-    once = [_is_apart(op) for op in tasks.op_table]
-    found: list[bool] = []
-    for task, own in enumerate(deps):
-        reads = any(found[other] if other >= 0 else given[-2 - other] for other in own)
-        found.append(reads and not once[tasks.op[task]])
-    return [own and counts for own, counts in zip(found, needed, strict=True)]
-
-
-def _needed(tasks: BlockTasks, deps: list[list[int]], makers: Iterable[int] = ()) -> list[bool]:
-    """Return of each task whether it is a product or one of ``makers``, or one of these depends on it."""
-    products = [is_product(op) for op in tasks.op_table]
-    numbers: list[int] = tasks.op.tolist()
-    found = [products[op] for op in numbers]
-    for task in makers:
-        found[task] = True
-    for task in reversed(range(len(tasks))):
-        if found[task]:
-            for other in deps[task]:
-                if other >= 0:
-                    found[other] = True
-    return found
 
 
 def _is_apart(op: Op) -> bool:
