@@ -59,6 +59,10 @@ class Cache(Generic[Owner, Made]):
         kept = self._made.get(owner)
         return None if kept is None else kept.get(key)
 
+    def forget(self, owner: Owner) -> None:
+        """Forget what an owner has."""
+        self._made.pop(owner, None)
+
     def __len__(self) -> int:
         return sum(map(len, self._made.values()))
 
@@ -129,6 +133,13 @@ def cached(what: str, size: int) -> Callable[[Callable[Given, Made]], Callable[G
 
 
 _CACHES: dict[str, Sized] = {}
+
+
+def forget(owner: object) -> None:
+    """Forget what any cache keeps of an object, and with it what was made of that."""
+    for cache in _CACHES.values():
+        if isinstance(cache, Cache):
+            cast(Cache[object, object], cache).forget(owner)
 
 
 def kept() -> dict[str, int]:

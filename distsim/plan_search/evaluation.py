@@ -23,6 +23,7 @@ from distsim.plan_search.bounds.layer_work import is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
 from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge
 from distsim.plan_search.bounds.plan_keys import PlanKeys, cuts_layers, runs_alone
+from distsim.plan_search.memory_limit import MemoryLimit
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -87,9 +88,9 @@ class Standing:
 
 
 class PlanEvaluator:
-    """Tries plans of a problem; what is derived for one is there for the next."""
+    """Tries plans of a problem; what is derived for one is there for the next, up to a limit of memory."""
 
-    def __init__(self, problem: SearchProblem) -> None:
+    def __init__(self, problem: SearchProblem, limit: MemoryLimit | None = None) -> None:
         self.problem = problem
         self.costs = CostModel(problem.topology, kernels=problem.kernels.way)
         self.simulator = Simulator(self.costs)
@@ -98,6 +99,8 @@ class PlanEvaluator:
         self._batch: dict[Function, int] = {}
         self._levels: dict[tuple[Function, int], int] = {}
         self._keys: dict[Plan, PlanKeys] = {}
+        self._built: set[Function] = set()
+        self._limit = limit or MemoryLimit()
         self.usable = max(device.usable for device in problem.topology.devices)
         kinds = {self.costs.spec(device): device for device in reversed(problem.topology.devices)}
         self._kinds = tuple(kinds.values())
@@ -283,6 +286,9 @@ class PlanEvaluator:
 
         What its step consists of is said of one whose objective is at most ``limit``.
         """
+        if self._limit.exceeded():
+            shorts = [probes.short for probes in self._probes.values() if probes.short is not None]
+            self._limit.forget([*self._built, *shorts])
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncostedOperatorWarning)
             try:
@@ -294,6 +300,7 @@ class PlanEvaluator:
         """Return the scheduled step of a plan."""
         problem = self.problem
         function = problem.model(plan)
+        self._built.add(function)
         return parallelize(function, plan, problem.topology, self.costs, None, problem.kernels)
 
     def simulate(self, plan: Plan) -> Simulation:

@@ -35,13 +35,13 @@ def probe_of(plan: Plan) -> Plan | None:
 
 
 class LayerProbes:
-    """The layers of plans of a step, each probed once."""
+    """The layers of plans of a step, each probed once; ``short`` is the step of few of them, if any."""
 
     def __init__(self, bounds: PlanBounds, costs: CostModel) -> None:
         self._bounds, self._costs = bounds, costs
         self._known: dict[Plan, LayerWork | None] = {}
         parameters = bounds.layer_parameters
-        self._short = shortened(bounds.function, parameters, LAYERS) if parameters else None
+        self.short = shortened(bounds.function, parameters, LAYERS) if parameters else None
 
     def work(self, probe: Plan) -> LayerWork | None:
         """Return what the layers of a plan do all together, of those of the step; None: it is not known."""
@@ -50,15 +50,15 @@ class LayerProbes:
         return self._known[probe]
 
     def _probed(self, probe: Plan) -> LayerWork | None:
-        if self._short is None or probe.devices > len(self._bounds.topology.devices):
+        if self.short is None or probe.devices > len(self._bounds.topology.devices):
             return None
-        if not self._lie_alike(self._short, probe):
+        if not self._lie_alike(self.short, probe):
             return None
         topology, kernels = self._bounds.topology, self._bounds.kernels
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncostedOperatorWarning)
             try:
-                program = parallelize(self._short, probe, topology, self._costs, None, kernels)
+                program = parallelize(self.short, probe, topology, self._costs, None, kernels)
                 found = layer_work(program, self._costs)
             except DistsimError:
                 return None
