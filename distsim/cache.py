@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections import OrderedDict
-from collections.abc import Callable, Generator, Hashable, Sized
+from collections.abc import Callable, Generator, Hashable, Iterable, Sized
 from contextlib import contextmanager
 from functools import lru_cache
 from typing import Generic, ParamSpec, TypeVar, cast
@@ -145,3 +146,30 @@ def forget(owner: object) -> None:
 def kept() -> dict[str, int]:
     """Return how many results each cache keeps now, by what they are."""
     return {what: len(cache) for what, cache in _CACHES.items()}
+
+
+MOST_BLOCKS = 16_000_000
+"""How many blocks of CPython's allocator a process may take for what it keeps of plans: 1.4 GB, some 45 plans
+of a GPT of 96 layers."""
+
+
+class MemoryLimit:
+    """Forgets what caches keep of functions when a process has taken so many blocks since it began, or forgot.
+
+    Blocks are of Python objects (``sys.getallocatedblocks``), by far the most of what is kept; not of arrays.
+    """
+
+    def __init__(self, blocks: int = MOST_BLOCKS) -> None:
+        self.blocks = blocks
+        self._begin = sys.getallocatedblocks()
+
+    def exceeded(self) -> bool:
+        """Whether more is kept than may be."""
+        return sys.getallocatedblocks() - self._begin > self.blocks
+
+    def forget(self, functions: Iterable[object]) -> None:
+        """Forget what is kept of functions."""
+        for function in functions:
+            forget(function)
+        gc.collect()
+        self._begin = max(self._begin, sys.getallocatedblocks())  # what stays is no reason to forget again

@@ -57,13 +57,6 @@ def test_on_slow_links_a_step_takes_what_is_sent(text):
     assert 0.8 * trial.seconds < least <= trial.seconds
 
 
-@pytest.mark.parametrize(("remat", "share"), [("none", 0.6), ("full", 0.8)])
-def test_what_a_layer_casts_is_gathered_again_where_the_layer_runs_again(remat, share):
-    text = f"dp=8,zero=3,microbatches=2,remat={remat}"
-    least, _, trial = bound_and_trial(evaluator(1e6, "amp"), text)
-    assert share * trial.seconds < least <= trial.seconds
-
-
 def test_biases_need_not_be_gathered_again():
     training = differentiate(add_loss(load_model("gpt:layers=8,hidden=32,heads=4,vocab=32,seq=8", 16)), SGD())
     device = Device(0, "gpu", throughput=1e11, dram_bandwidth=1e11, memory=float("inf"))

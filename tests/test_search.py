@@ -10,7 +10,8 @@ import pytest
 from decoder_models import small
 from training_models import topology_of
 
-from distsim.cache import forget, kept
+from distsim.cache import MemoryLimit
+from distsim.compose.division import _MEMORIES
 from distsim.errors import PlanError, SimulationError
 from distsim.importer import load_model
 from distsim.ir import Topology
@@ -18,7 +19,6 @@ from distsim.models import gpt, mlp
 from distsim.plan import Plan
 from distsim.plan_search import SearchRun, describe, parse_sets, search
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
-from distsim.plan_search.memory_limit import MemoryLimit
 from distsim.plan_search.run import FixedModel
 from distsim.plan_search.space import PlanSpace
 from distsim.report.figures import StepFigures
@@ -55,16 +55,12 @@ def test_what_is_kept_of_plans_is_forgotten_when_it_takes_too_much():
     problem = SearchProblem(FixedModel(model("mlp")), topology_of(4), KERNELS["eager"])
     plans = [Plan.parse(text) for text in ("dp=4", "tp=4", "dp=2,tp=2,remat=full", "tp=2,pp=2")]
     expected = [PlanEvaluator(problem).trial(plan) for plan in plans]
-    forget(problem.model(plans[0]))
-    before = cuts()
-    forgotten = PlanEvaluator(problem, MemoryLimit(0))
-    assert [forgotten.trial(plan) for plan in plans] == expected
-    assert cuts() == before + 1, "of the last plan alone"
-    assert not MemoryLimit().exceeded()
-
-
-def cuts():
-    return kept()["what was made of a function"]
+    for limit, times in ((MemoryLimit(), 1), (MemoryLimit(-(10**12)), len(plans))):
+        evaluator, made = PlanEvaluator(problem, limit), list[object]()
+        for plan, trial in zip(plans, expected, strict=True):
+            assert evaluator.trial(plan) == trial
+            made.append(_MEMORIES.find(problem.model(plan), None))
+        assert len(set(map(id, made))) == times
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -78,7 +78,7 @@ MOST_VALUES = 4_000_000
 """How many inputs and outputs the cuts that are remembered of one function may have together; the oldest
 are forgotten first. These are 430 cuts of a GPT of 96 layers under Adam, with what is made of them 6 MB each
 where they differ in sizes alone, 27 MB where they do not. A search forgets sooner
-(:class:`distsim.plan_search.memory_limit.MemoryLimit`)."""
+(:class:`distsim.cache.MemoryLimit`)."""
 
 
 class Division(NamedTuple):

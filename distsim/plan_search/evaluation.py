@@ -10,6 +10,7 @@ from bisect import insort
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 
+from distsim.cache import MemoryLimit
 from distsim.compose import parallelize
 from distsim.compose.division import levels_written
 from distsim.cost import CostModel, UncostedOperatorWarning
@@ -23,7 +24,6 @@ from distsim.plan_search.bounds.layer_work import is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
 from distsim.plan_search.bounds.plan_bounds import PlanBounds, PlanKnowledge
 from distsim.plan_search.bounds.plan_keys import PlanKeys, cuts_layers, runs_alone
-from distsim.plan_search.memory_limit import MemoryLimit
 from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
@@ -289,6 +289,7 @@ class PlanEvaluator:
         if self._limit.exceeded():
             shorts = [probes.short for probes in self._probes.values() if probes.short is not None]
             self._limit.forget([*self._built, *shorts])
+            self._built.clear()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UncostedOperatorWarning)
             try:

@@ -43,14 +43,13 @@ NO_TRAFFIC = TrafficSeconds(0.0, 0.0)
 @dataclass(frozen=True)
 class DataTraffic:
     """Bytes of all parameters as they are ``gathered``, of those of more than one dimension that Calls of
-    backward passes read (``again``), but for what Calls cast, which may be saved (``cast``), as they are held
+    backward passes read (``again``), but for what Calls cast, which may be saved, as they are held
     (``updated``), and of their ``gradients``."""
 
     gathered: int
     again: int
     updated: int
     gradients: int
-    cast: int = 0
 
     @staticmethod
     def of(function: Function, updated: int, gradients: int) -> DataTraffic:
@@ -60,7 +59,7 @@ class DataTraffic:
             if value.role is Role.PARAMETER and isinstance(value.type, Tensor):
                 sizes[value] = value.type.nbytes
         original = {value: value for value in sizes}
-        read, again, casts, called = set[Value](), set[Value](), set[Value](), set[Value]()
+        read, again, casts = set[Value](), set[Value](), set[Value]()
         for op, forward in zip(function.ops, numbered(function).forward, strict=True):
             own = [original[value] for value in op.inputs if value in original]
             if op.op_type == "Cast" and own:
@@ -71,17 +70,12 @@ class DataTraffic:
                 continue
             if forward:
                 read.update(own)
-                called.update(own if op.is_call else ())
             elif op.is_call:
                 again.update(own)
             casts.update(_cast_inside(op, original) if op.is_call else ())
         # Updates read all of them; of biases and scales a backward pass may need nothing.
-        matrices = {v for v in read if isinstance(v.type, Tensor) and v.type.rank > 1}
-        every, twice, cast = (
-            sum(sizes[v] for v in own)
-            for own in (read, (again & matrices) - casts, called & casts & matrices)
-        )
-        return DataTraffic(every, twice, updated, gradients, cast)
+        again = {v for v in (again & read) - casts if isinstance(v.type, Tensor) and v.type.rank > 1}
+        return DataTraffic(sum(sizes[v] for v in read), sum(sizes[v] for v in again), updated, gradients)
 
     def seconds(self, plan: Plan, topology: Topology) -> TrafficSeconds:
         """Return what a plan takes for it at least.
@@ -104,12 +98,9 @@ class DataTraffic:
         updated = gather * self.updated if plan.zero in (1, 2) else 0.0
         gathered = 0.0
         if plan.zero == 3:
-            # What backward reads of a parameter no policy of recomputation saves (gathers.gathered); what is
-            # made of it in a layer that runs again, whole, is made again.
-            again = self.again + (self.cast if plan.remat == "full" else 0)
-            gathered = gather * (
-                self.gathered if plan.resharding == "never" else count * (self.gathered + again)
-            )
+            # What backward reads of a parameter no policy of recomputation saves (gathers.gathered).
+            keeps = plan.resharding == "never"
+            gathered = gather * (self.gathered if keeps else count * (self.gathered + self.again))
         exposed = late + (0.0 if plan.overlap_params == "on" else updated)
         busy = gathered + sent + updated
         if plan.overlap_grads == "on":
