@@ -154,7 +154,7 @@ of a GPT of 96 layers."""
 
 
 class MemoryLimit:
-    """Forgets what caches keep of functions when a process has taken so many blocks since it began, or forgot.
+    """Forgets what caches keep of functions when a process took so many blocks since it began, or forgot.
 
     Blocks are of Python objects (``sys.getallocatedblocks``), by far the most of what is kept; not of arrays.
     """

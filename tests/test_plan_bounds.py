@@ -7,6 +7,7 @@ import pytest
 from distsim.importer import load_model
 from distsim.ir import Device, Float32, FunctionMaker, Link, Role, Tensor, Topology
 from distsim.ir.topology import Level
+from distsim.models import mlp
 from distsim.plan import Plan
 from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
@@ -55,6 +56,16 @@ SENT = [
 def test_on_slow_links_a_step_takes_what_is_sent(text):
     least, _, trial = bound_and_trial(evaluator(1e6), text)
     assert 0.8 * trial.seconds < least <= trial.seconds
+
+
+@pytest.mark.parametrize("kernels", ["eager", "fused"])
+def test_what_reads_the_data_is_not_gathered_again_for_its_gradient(kernels):
+    joint = differentiate(mlp(layers=6, width=64, batch=32), Adam(), precision=precision_named("mixed"))
+    topology = evaluator(1e6).problem.topology
+    found = PlanEvaluator(SearchProblem(FixedModel(joint), topology, KERNELS[kernels]))
+    for text in ("dp=8,zero=3", "dp=4,tp=2,zero=3", "dp=8,zero=3,bucket=fsdp2", "dp=8,zero=3,remat=full"):
+        least, _, trial = bound_and_trial(found, text)
+        assert 0.6 * trial.seconds < least <= trial.seconds
 
 
 def test_biases_need_not_be_gathered_again():

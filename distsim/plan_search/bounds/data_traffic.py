@@ -43,8 +43,8 @@ NO_TRAFFIC = TrafficSeconds(0.0, 0.0)
 @dataclass(frozen=True)
 class DataTraffic:
     """Bytes of all parameters as they are ``gathered``, of those of more than one dimension that Calls of
-    backward passes read (``again``), but for what Calls cast, which may be saved, as they are held
-    (``updated``), and of their ``gradients``."""
+    backward passes read (``again``), but for what Calls cast, which may be saved, or that read data alone, as
+    they are held (``updated``), and of their ``gradients``."""
 
     gathered: int
     again: int
@@ -60,8 +60,14 @@ class DataTraffic:
                 sizes[value] = value.type.nbytes
         original = {value: value for value in sizes}
         read, again, casts = set[Value](), set[Value](), set[Value]()
+        grown, first = (
+            set[Value](sizes),
+            set[Value](),
+        )  # what follows from parameters; what reads none of that
         for op, forward in zip(function.ops, numbered(function).forward, strict=True):
             own = [original[value] for value in op.inputs if value in original]
+            if not grown.isdisjoint(op.inputs):
+                grown.update(op.outputs)
             if op.op_type == "Cast" and own:
                 original[op.outputs[0]] = own[0]
                 cast = op.outputs[0].type
@@ -70,11 +76,15 @@ class DataTraffic:
                 continue
             if forward:
                 read.update(own)
+                if grown.isdisjoint(v for v in op.inputs if v not in original):
+                    first.update(
+                        own
+                    )  # nobody asks for the gradient of the data, for which they would be read
             elif op.is_call:
                 again.update(own)
             casts.update(_cast_inside(op, original) if op.is_call else ())
         # Updates read all of them; of biases and scales a backward pass may need nothing.
-        again = {v for v in (again & read) - casts if isinstance(v.type, Tensor) and v.type.rank > 1}
+        again = {v for v in (again & read) - casts - first if isinstance(v.type, Tensor) and v.type.rank > 1}
         return DataTraffic(sum(sizes[v] for v in read), sum(sizes[v] for v in again), updated, gradients)
 
     def seconds(self, plan: Plan, topology: Topology) -> TrafficSeconds:
