@@ -60,10 +60,7 @@ class DataTraffic:
                 sizes[value] = value.type.nbytes
         original = {value: value for value in sizes}
         read, again, casts = set[Value](), set[Value](), set[Value]()
-        grown, first = (
-            set[Value](sizes),
-            set[Value](),
-        )  # what follows from parameters; what reads none of that
+        grown, first = set[Value](sizes), set[Value]()
         for op, forward in zip(function.ops, numbered(function).forward, strict=True):
             own = [original[value] for value in op.inputs if value in original]
             if not grown.isdisjoint(op.inputs):
@@ -76,10 +73,9 @@ class DataTraffic:
                 continue
             if forward:
                 read.update(own)
+                # Nobody asks for the gradient of data, for which a backward pass would read them.
                 if grown.isdisjoint(v for v in op.inputs if v not in original):
-                    first.update(
-                        own
-                    )  # nobody asks for the gradient of the data, for which they would be read
+                    first.update(own)
             elif op.is_call:
                 again.update(own)
             casts.update(_cast_inside(op, original) if op.is_call else ())

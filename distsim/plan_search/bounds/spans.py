@@ -180,11 +180,8 @@ class Spans:
 
 def _span(callee: _CalleeTasks, fixed: tuple[bool, ...]) -> LayerSpan:
     """Return the longest path through the tasks that count, from one that computes to one that does."""
-    counts, computes, durations = (
-        callee.counting(fixed, callee.leads_to_products),
-        callee.computes,
-        callee.durations,
-    )
+    counts = callee.counting(fixed, callee.leads_to_products)
+    computes, durations = callee.computes, callee.durations
     reached: list[float] = []
     seconds = 0.0
     for task, (own, ahead) in enumerate(zip(callee.deps, callee.ahead, strict=True)):
