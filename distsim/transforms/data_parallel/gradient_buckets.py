@@ -23,6 +23,11 @@ REDUCTIONS = ("MPIAllreduce", "MPIReduceScatter")
 """What sums gradients over ranks."""
 
 
+def is_data_reduction(op: Op) -> bool:
+    """Whether an op sums something over ranks that have other parts of the data."""
+    return op.op_type in REDUCTIONS and not over_tensor(op.attributes["axis"])
+
+
 class GradientReduction(NamedTuple):
     """An op that reduces a gradient, the ops that write it flat before that, what made it; on which stage.
 
@@ -118,12 +123,7 @@ def _is_before(function: Numbered, number: int, step: bool) -> bool:
 
 def _reduces(op: Op) -> bool:
     """Whether an op sums one tensor over the data-parallel ranks."""
-    return (
-        op.op_type in REDUCTIONS
-        and not over_tensor(op.attributes["axis"])
-        and op.attributes.get("reduce", "sum") == "sum"
-        and len(op.inputs) == 1
-    )
+    return is_data_reduction(op) and op.attributes.get("reduce", "sum") == "sum" and len(op.inputs) == 1
 
 
 class _BucketFinder:

@@ -45,9 +45,12 @@ class CutBlocks:
         return replace(self, stages=stages, inputs=inputs, outputs=outputs)
 
 
-def cut_blocks(made: Bucketed, count: int) -> CutBlocks:
-    """Return the blocks of the stages of a function, of which there are so many."""
-    return _Cutter(made, count).cut()
+def cut_blocks(made: Bucketed, count: int, overlaps: bool) -> CutBlocks:
+    """Return the blocks of the stages of a function, of which there are so many.
+
+    ``overlaps``: whether backward passes go on while what they have made is reduced.
+    """
+    return _Cutter(made, count, overlaps).cut()
 
 
 _NAMES = {"R": "reduce", "A": "gather"}
@@ -57,8 +60,8 @@ _NAMES = {"R": "reduce", "A": "gather"}
 class _Cutter:
     """Puts the ops of a function whose stages are assigned into blocks."""
 
-    def __init__(self, made: Bucketed, count: int) -> None:
-        self.count = count
+    def __init__(self, made: Bucketed, count: int, overlaps: bool) -> None:
+        self.count, self.overlaps = count, overlaps
         self.function, assigned, self.early = made
         self.ahead, self.homes = self.function.once(assigned.stage), assigned.homes
         self.stage = list(assigned.stage)
@@ -92,7 +95,7 @@ class _Cutter:
     def cut(self) -> CutBlocks:
         """Return the blocks of the stages."""
         groups = self._groups()
-        make = Blocks(self.function, self._read_outside(groups))
+        make = Blocks(self.function, self._read_outside(groups), self.overlaps)
         empty: Group = ([], ())
         stages: list[StageBlocks] = []
         for index in range(self.count):

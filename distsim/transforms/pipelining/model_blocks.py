@@ -25,6 +25,14 @@ MOST_BLOCKS = 256
 """How many blocks a function is divided into at most, where splits are searched."""
 
 
+def default_layers(layers: int, count: int) -> tuple[int, ...]:
+    """Return how many layers each stage has under ``stages=default``; raises :class:`PlanError`."""
+    try:
+        return default_split(layers, count)
+    except PartitionError as error:
+        raise PlanError(f"stages=default: {error}") from error
+
+
 @dataclass(frozen=True)
 class ModelBlocks:
     """Where the blocks of a function begin, among its forward ops that take time, and what they are.
@@ -61,11 +69,7 @@ class ModelBlocks:
             )
         if stages == "layers":
             return self._by_layers(stages, self._equal(layers, count))
-        try:
-            sizes = default_split(layers, count)
-        except PartitionError as error:
-            raise PlanError(f"stages={stages}: {error}") from error
-        return self._by_layers(stages, sizes)
+        return self._by_layers(stages, default_layers(layers, count))
 
     def split(self, sizes: Sequence[int]) -> tuple[int, ...]:
         """Return the first blocks of stages that hold so many each, () if the sizes do not come out.

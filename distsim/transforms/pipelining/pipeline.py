@@ -196,7 +196,7 @@ class _Stages(NamedTuple):
         def cut() -> CutBlocks:
             kept, stages = keep_received(function, assigned)
             made = bucketed(*prefetch(kept, stages, local.buckets), local.buckets)
-            return cut_blocks(made, count)
+            return cut_blocks(made, count, local.buckets is None or local.buckets.early)
 
         return _BLOCKS.get(function, (assigned, count, local.buckets), cut)
 

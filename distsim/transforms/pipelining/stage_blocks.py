@@ -7,6 +7,7 @@ from collections.abc import Hashable, Sequence
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import shared_name
 from distsim.program.block import Block
+from distsim.transforms.data_parallel.gradient_buckets import is_data_reduction
 from distsim.transforms.op_graph import Numbered, is_sum
 
 Group = tuple[Sequence[int], tuple[int, ...]]
@@ -36,11 +37,12 @@ def group_of(function: Numbered, ops: Sequence[int]) -> Group:
 class Blocks:
     """Makes blocks; groups of ops that do the same, wired in the same way, share their Functions.
 
-    ``outside`` says of each value whether another block, or the caller, reads it.
+    ``outside`` says of each value whether another block, or the caller, reads it; ``overlaps``, whether a
+    microbatch goes on while what it has made is reduced.
     """
 
-    def __init__(self, function: Numbered, outside: Sequence[bool]) -> None:
-        self.function, self.outside = function, outside
+    def __init__(self, function: Numbered, outside: Sequence[bool], overlaps: bool) -> None:
+        self.function, self.outside, self.overlaps = function, outside, overlaps
         self.made: dict[Hashable, tuple[Function, Function | None]] = {}
 
     def block(self, phase: str, group: Group) -> Block:
@@ -51,14 +53,15 @@ class Blocks:
         sums = tuple([function.ops[op].outputs[0] for op in numbers if function.sums[op]])
         inputs, outputs = tuple([values[v] for v in read]), tuple([values[v] for v in returned])
         key = phase, self._structure(numbers, read, returned)
+        adding = _added_later(ops) if sums and self.overlaps else ops
         found = self.made.get(key)
         if found is None:
             plain = _write(phase, ops, inputs, outputs, ())
-            found = plain, _write(f"{phase}_next", ops, inputs, outputs, sums) if sums else None
+            found = plain, _write(f"{phase}_next", adding, inputs, outputs, sums) if sums else None
             self.made[key] = found
         own = tuple([op.name for op in ops if not is_sum(op)])
         added = _added(ops, outputs) if sums else frozenset[Op]()
-        names = tuple([op.name for op in ops if op not in added])
+        names = tuple([op.name for op in adding if op not in added])
         return Block(found[0], inputs, outputs, sums, found[1], own, names if sums else ())
 
     def _structure(self, ops: Sequence[int], read: Sequence[int], returned: Sequence[int]) -> Hashable:
@@ -89,6 +92,33 @@ def _added(ops: Sequence[Op], outputs: Sequence[Value]) -> frozenset[Op]:
     return frozenset(
         [op for value, op in casts.items() if value in summed and value not in others | set(outputs)]
     )
+
+
+def _added_later(ops: Sequence[Op]) -> Sequence[Op]:
+    """Return ops with what ranks have reduced of a microbatch added to sums once the next layer is done, or
+    at the end: so that computation goes on meanwhile, and no more than one layer waits to be added.
+
+    FSDP adds on the stream that reduces (torch/distributed/fsdp/_runtime_utils.py: _post_backward_hook, and
+    _fully_shard/_fsdp_collectives.py: foreach_reduce), and DeepSpeed when a backward pass ends
+    (runtime/zero/stage_1_and_2.py: independent_gradient_partition_epilogue).
+    """
+    reduced, written, waiting = set[Value](), list[Op](), list[Op]()
+    called = False
+    for op in ops:
+        if is_sum(op) and op.inputs[0] in reduced:
+            waiting.append(op)
+            continue
+        if is_data_reduction(op):
+            if called:
+                written += waiting
+                waiting.clear()
+            called = False
+            reduced.update(op.outputs)
+        elif not op.is_call and not reduced.isdisjoint(op.inputs):
+            reduced.update(op.outputs)
+        called = called or op.is_call
+        written.append(op)
+    return [*written, *waiting] if reduced else ops
 
 
 def _write(
