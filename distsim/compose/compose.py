@@ -17,9 +17,8 @@ from distsim.schedule import FLUSH, SCHEDULES, TABLE, Schedule
 from distsim.schedule import schedule as schedule_named
 from distsim.schedule.refusals import count as count_of
 from distsim.transforms.kernels.policies import KERNELS, Kernels
-from distsim.transforms.pipelining.stage_choice import (
-    searched_schedule,
-)
+from distsim.transforms.pipelining.model_blocks import default_layers
+from distsim.transforms.pipelining.stage_choice import searched_schedule
 
 
 def parallelize(
@@ -162,6 +161,22 @@ def _made_schedule(name: str, number: float | None, ranks: int, microbatches: in
     given = chunks if known.stages_a_rank == known.chunks else None
     options = {} if number is None else {"update_every": int(number)}
     return schedule_named(name, ranks, microbatches, given, **options)
+
+
+def check_sizes(plan: Plan, layers: int) -> None:
+    """Check what of a plan of so many equal layers, 0: not known, is refused before anything is divided.
+
+    Raises :class:`PlanError` as :func:`parallelize` does, for a schedule that cannot be of such sizes, and
+    for more stages than ``stages=default`` finds layers for.
+    """
+    name, number = parse_schedule(plan.schedule)
+    if name != TABLE and not SCHEDULES[name].searched:
+        try:
+            _made_schedule(name, number, plan.pp, plan.microbatches, plan.chunks)
+        except ScheduleError as error:
+            raise PlanError(str(error)) from None
+    if layers and plan.stages == "default" and plan.num_stages > 1:
+        default_layers(layers, plan.num_stages)
 
 
 def _schedule(

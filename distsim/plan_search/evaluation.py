@@ -12,13 +12,14 @@ from dataclasses import dataclass, field, replace
 
 from distsim.cache import MemoryLimit
 from distsim.compose import parallelize
+from distsim.compose.compose import check_sizes
 from distsim.compose.division import levels_written
 from distsim.cost import CostModel, UncostedOperatorWarning
-from distsim.errors import DistsimError
+from distsim.errors import DistsimError, PlanError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
-from distsim.plan_search.bounds.layer_figures import LayerWork, StageWork
+from distsim.plan_search.bounds.layer_figures import LayerTraffic, LayerWork, StageWork
 from distsim.plan_search.bounds.layer_probe import LayerProbes, probe_of
 from distsim.plan_search.bounds.layer_work import is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
@@ -61,8 +62,8 @@ class SearchProblem:
 class Standing:
     """What is known while plans are tried: the best objectives so far; the seconds of products, and of those
     in ``forward`` passes of layers, by key; and what is known of layers, of stages, of the bytes that layers
-    save, and that are ``pending`` between halves, and of the seconds of the ``sums`` of their gradients, each
-    by its own."""
+    save, and that are ``pending`` between halves, of the seconds of the ``sums`` of their gradients, and of
+    what ranks send for them, each by its own."""
 
     best: list[float] = field(default_factory=list[float])
     work: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
@@ -74,6 +75,7 @@ class Standing:
     saved: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     pending: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     sums: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
+    traffic: dict[Hashable, LayerTraffic] = field(default_factory=dict[Hashable, LayerTraffic])
 
     def worst(self, top: int) -> float:
         """Return the objective that one of the best plans has to reach."""
@@ -84,7 +86,7 @@ class Standing:
         seconds = dict(self.work), dict(self.forward)
         held = dict(self.saved), dict(self.pending)
         kept = dict(self.layers), dict(self.stages), *held, dict(self.sums)
-        return Standing(list(self.best), *seconds, *kept)
+        return Standing(list(self.best), *seconds, *kept, dict(self.traffic))
 
 
 class PlanEvaluator:
@@ -163,7 +165,8 @@ class PlanEvaluator:
         sums = standing.sums.get(keys.sums, 0.0)
         halves = keys.layers_undivided and cuts_layers(plan)
         pending = standing.pending.get(keys.saved, 0) if halves else 0
-        return PlanKnowledge(products, busy, layers, saved, stages, keys.whole, sums, pending)
+        traffic = standing.traffic.get(keys.traffic, LayerTraffic())
+        return PlanKnowledge(products, busy, layers, saved, stages, keys.whole, sums, pending, traffic)
 
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""
@@ -195,6 +198,17 @@ class PlanEvaluator:
         if self.least_bytes(plan, standing) > self.usable:
             return TOO_LARGE
         return SLOWER if self.bound(plan, standing) > standing.worst(self.problem.top) else ""
+
+    def settled(self, plan: Plan, standing: Standing) -> PlanTrial | None:
+        """Return what becomes of a plan that need not be tried: it is discarded, or refused for its sizes."""
+        reason = self.discarded(plan, standing)
+        if reason:
+            return PlanTrial(str(plan), discarded=reason)
+        try:
+            check_sizes(plan, self.bounds(plan).layers)
+        except PlanError as error:
+            return PlanTrial(str(plan), refused=str(error))
+        return None
 
     def trials(
         self,
@@ -233,7 +247,8 @@ class PlanEvaluator:
         if probe is None or len(self._kinds) > 1 or self.problem.model(probe) is not function:
             return None
         told, asked = self.keys(probe), keys.layers_undivided or keys.layers
-        layers = told.layers == asked and not self.knows_layers(plan, standing)
+        known = self.knows_layers(plan, standing) and keys.traffic in standing.traffic
+        layers = told.layers == asked and not known
         if not layers and not (told.work == keys.work and keys.work not in standing.work):
             return None
         if function not in self._probes:
@@ -266,14 +281,16 @@ class PlanEvaluator:
         else:
             for key in (keys.work, keys.own_work):
                 standing.work[key] = min(made.work, standing.work.get(key, made.work))
+        known = standing.traffic.get(keys.traffic, made.traffic)
+        standing.traffic[keys.traffic] = known.least(made.traffic)
         if made.sums and plan.microbatches > 2:
             standing.sums[keys.sums] = min(made.sums, standing.sums.get(keys.sums, made.sums))
         if made.layers:
             if made.saved:  # else some layer has nothing to itself, as its first one has
                 standing.saved[keys.saved] = min(made.saved, standing.saved.get(keys.saved, made.saved))
             if made.pending:
-                known = standing.pending.get(keys.saved, made.pending)
-                standing.pending[keys.saved] = min(made.pending, known)
+                pending = standing.pending.get(keys.saved, made.pending)
+                standing.pending[keys.saved] = min(made.pending, pending)
             least = standing.forward.get(keys.work, made.products)
             standing.forward[keys.work] = min(made.products, least)
 

@@ -45,14 +45,15 @@ class PlanQueue:
         return bool(self._left)
 
     def round(self, size: int, standing: Standing, found: dict[str, PlanTrial]) -> Round:
-        """Take so many plans out; those that are discarded by now are done, and entered in ``found``."""
+        """Take so many plans out; those that are discarded by now, or refused at once, are done, and entered
+        in ``found``."""
         units: dict[Hashable, list[Plan]] = {}
         count, until = 0, 0.0
         while self._left and count < (size if len(units) >= UNITS else 2 * size):
             guess, number, plan = heapq.heappop(self._left)
-            reason, now = self._evaluator.discarded(plan, standing), self._guess(plan, standing)
-            if reason:
-                found[str(plan)] = PlanTrial(str(plan), discarded=reason)
+            settled, now = self._evaluator.settled(plan, standing), self._guess(plan, standing)
+            if settled is not None:
+                found[str(plan)] = settled
             elif now > guess:
                 heapq.heappush(self._left, (now, number, plan))
             else:

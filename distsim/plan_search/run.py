@@ -20,18 +20,28 @@ from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
-from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
+from distsim.plan_search.evaluation import (
+    NEARLY,
+    OBJECTIVES,
+    ModelOf,
+    PlanEvaluator,
+    SearchProblem,
+    Standing,
+)
 from distsim.plan_search.journal import TrialJournal, digest_of
 from distsim.plan_search.ordering import PlanQueue
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import TrainingCosts
-from distsim.plan_search.trial import LATER, PlanTrial
+from distsim.plan_search.trial import LATER, TOO_LARGE, PlanTrial
 from distsim.plan_search.workers import PlanUnit, RemoteWorkers, processes_for, workers_for
 from distsim.simulation.explain.text import count
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
+
+NEAR = 3
+"""How many plans are tried at the end that are too large by a little."""
 
 ROUND = 24, 48
 """Plans of a round, the fewest and the most; between them, a quarter of those that were built before it."""
@@ -168,6 +178,8 @@ class SearchRun:
                 queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
         finally:
             workers.close()
+        for plan in self._near(found, evaluator, standing):
+            found[str(plan)] = known.get(str(plan)) or evaluator.trial(plan)
         best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
         for trial in best:
             if not trial.parts:  # it was tried in a search of which fewer plans were wanted
@@ -188,6 +200,18 @@ class SearchRun:
         if own.refused:
             raise PlanError(f"--against {self.against}: {own.refused}")
         return own
+
+    def _near(
+        self, found: Mapping[str, PlanTrial], evaluator: PlanEvaluator, standing: Standing
+    ) -> Sequence[Plan]:
+        """Return those of the plans that are too large that may nearly fit, and be fastest if they did."""
+        if self.problem.objective != "time":
+            return ()
+        most, worst = (1 + NEARLY) * evaluator.usable, standing.worst(self.problem.top)
+        large = [plan for plan in self.plans if found[str(plan)].discarded == TOO_LARGE]
+        near = [plan for plan in large if evaluator.least_bytes(plan, standing) <= most]
+        bounds = [(evaluator.bound(plan, standing), place) for place, plan in enumerate(near)]
+        return [near[place] for bound, place in sorted(bounds)[:NEAR] if bound <= worst]
 
     def _unsuited(self, plan: Plan) -> str:
         """Return why there is no such model as a plan divides, if there is none."""

@@ -16,7 +16,7 @@ one of them takes for a byte more of very many.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from distsim.cache import Cache
@@ -26,6 +26,7 @@ from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.ir import Function, Op, Role, Tensor, Topology, Value
 from distsim.plan import Plan
 from distsim.plan.buckets import buckets_of
+from distsim.plan_search.bounds.layer_figures import LayerTraffic
 from distsim.transforms.op_graph import numbered
 
 
@@ -82,6 +83,13 @@ class DataTraffic:
         # Updates read all of them; of biases and scales a backward pass may need nothing.
         again = {v for v in (again & read) - casts - first if isinstance(v.type, Tensor) and v.type.rank > 1}
         return DataTraffic(sum(sizes[v] for v in read), sum(sizes[v] for v in again), updated, gradients)
+
+    def of_layers(self, layer: LayerTraffic, layers: int, plan: Plan) -> DataTraffic:
+        """Return that of a plan under which it is known what so many layers send."""
+        every = layers * plan.tp
+        summed = layer.reduced if plan.zero > 1 else layer.sums
+        again = max(self.again, int(every * layer.gathered) - self.gathered)
+        return replace(self, again=again, gradients=max(self.gradients, int(every * summed)))
 
     def seconds(self, plan: Plan, topology: Topology) -> TrafficSeconds:
         """Return what a plan takes for it at least.

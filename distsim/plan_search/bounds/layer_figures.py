@@ -45,6 +45,22 @@ class LayerPassage(NamedTuple):
         return self.forward + self.backward
 
 
+class LayerTraffic(NamedTuple):
+    """Bytes of a layer on a rank, before they are divided over those that have the same: of parameters that a
+    microbatch has ``gathered``, of gradients that it has ``reduced`` over these ranks, of the sums of
+    gradients that are ``held`` from one to the next, and of ``sums`` that are reduced once a step. 0: not
+    known."""
+
+    gathered: float = 0.0
+    reduced: float = 0.0
+    held: float = 0.0
+    sums: float = 0.0
+
+    def least(self, other: LayerTraffic) -> LayerTraffic:
+        """Return what holds of both."""
+        return LayerTraffic(*map(min, self, other))
+
+
 class LayerWork(NamedTuple):
     """``seconds`` for which a microbatch takes the compute stream, those that it is ``computing``, those of
     them in the ``forward`` passes of layers and in the ``products`` of these, those for which forward passes
@@ -59,7 +75,8 @@ class LayerWork(NamedTuple):
     compute; the ``stages`` count for how long layers of theirs wait for each other. ``backward`` are the
     seconds of products in backward passes of layers, ``outside`` those of products outside of layers.
     ``pending`` are bytes of all layers that are held between
-    two halves of a backward pass, if it is made in halves; ``halves`` is what a layer takes then.
+    two halves of a backward pass, if it is made in halves; ``halves`` is what a layer takes then. ``traffic``
+    is what a layer has data-parallel ranks send.
     """
 
     seconds: float
@@ -78,6 +95,7 @@ class LayerWork(NamedTuple):
     outside: float = 0.0
     pending: int = 0
     halves: HalfWork | None = None
+    traffic: LayerTraffic = LayerTraffic()
 
     @property
     def work(self) -> float:
@@ -135,6 +153,7 @@ class LayerWork(NamedTuple):
             min(self.outside, other.outside),
             min(self.pending, other.pending) or max(self.pending, other.pending),
             _least_half(self.halves, other.halves),
+            self.traffic.least(other.traffic),
         )
 
 

@@ -23,9 +23,9 @@ from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from distsim.cost.cost_model import CostModel
-from distsim.ir import Function, Op, Value
-from distsim.ops import operator
+from distsim.ir import Function, Value
 from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
+from distsim.plan_search.bounds.layer_traffic import hands_on, layer_traffic
 from distsim.plan_search.bounds.saved_bytes import saved_bytes
 from distsim.plan_search.bounds.spans import LayerSpan, Passage, Spans, is_product
 from distsim.program.block import Block
@@ -80,6 +80,9 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         _layer_sums([stage.backward for stage in program.stages], passes, spans),
         behind.products,
         outside,
+        traffic=layer_traffic(
+            [(stage, forward.layers) for stage, (forward, _) in zip(program.stages, passes, strict=True)]
+        ),
     )
 
 
@@ -176,18 +179,10 @@ def _layer_sums(
         for op in () if block.accumulating is None else block.accumulating.ops:
             if op.op_type == "AccumulateInto" and op.inputs[1] in made:
                 total += spans.op_seconds(op)
-            if op.is_call or (_hands_on(op) and not made.isdisjoint(op.inputs)):
+            if op.is_call or (hands_on(op) and not made.isdisjoint(op.inputs)):
                 made.update(op.outputs)
         found.append(total / forward.layers)
     return min(found, default=0.0)
-
-
-def _hands_on(op: Op) -> bool:
-    """Whether an op makes of a gradient the same one: of another type, elsewhere, or of another shape."""
-    meaning = operator(op.op_type)
-    return (
-        meaning.view or meaning.communication is not None or op.op_type in ("GradientCast", "Pad", "CopyIn")
-    )
 
 
 class BlockWork(NamedTuple):

@@ -35,9 +35,9 @@ ROUNDED = 1e-9
 
 
 class HeldParts(NamedTuple):
-    """Bytes that are ``held`` all step, those of sums of ``gradients`` that are held with several
-    microbatches from the first on, 0 where these are divided, or may be, and those of gradients that are
-    held ``at_once`` when a backward pass ends."""
+    """Bytes that are ``held`` all step, those of ``gradients`` of which a stage holds sums from its first
+    microbatch until its last, 0 where these are divided, or may be, and those of gradients that all ranks
+    hold ``at_once``, be it each at a time of its own."""
 
     held: float
     gradients: float
@@ -46,13 +46,16 @@ class HeldParts(NamedTuple):
 
 class Flights(NamedTuple):
     """``stages`` of a rank, the microbatches in flight in each of them [times, stages], and between halves of
-    a backward pass (``pending``), the most that all of them have in flight at a time (``least``), and whether
-    the backward pass of the first of its stages is what the rank does last (``ends_first``)."""
+    a backward pass (``pending``), and whether there are sums of its gradients (``summed``); the most that all
+    of them have in flight at a time (``least``), and while all have sums (``behind_sums``; -1: at no time);
+    and whether the backward pass of the first of its stages is what the rank does last (``ends_first``)."""
 
     stages: tuple[int, ...]
     counts: npt.NDArray[Any]
     pending: npt.NDArray[Any]
+    summed: npt.NDArray[Any]
     least: int
+    behind_sums: int
     ends_first: bool
 
 
@@ -84,11 +87,26 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Fli
         changes = np.array([(kind.until_i, kind.pending_w) for kind in Kind])[kind_of(cells)].T
         own = [number_of(cells) % made.num_stages == stage for stage in stages]
         held = [np.cumsum(change * at) for change in changes for at in own]
+        held += [_are_summed(kind_of(cells), at) for at in own]
         last = int(cells[-1])
         ends_first = kind_of(last) == Kind.BACKWARD.code and number_of(last) % made.num_stages == min(stages)
-        counts, pending = np.split(np.unique(np.array(held).T, axis=0), 2, axis=1)
-        found.append(Flights(stages, counts, pending, int(counts.min(axis=1).max(initial=0)), ends_first))
+        counts, pending, summed = np.split(np.unique(np.array(held).T, axis=0), 3, axis=1)
+        least = counts.min(axis=1)
+        behind = int(least[summed.all(axis=1)].max(initial=-1))
+        found.append(Flights(stages, counts, pending, summed, int(least.max(initial=0)), behind, ends_first))
     return tuple(found)
+
+
+def _are_summed(kinds: npt.NDArray[Any], own: npt.NDArray[Any]) -> npt.NDArray[Any]:
+    """Return whether there are sums of all gradients of a stage after each action, of which ``own`` are its:
+    the first microbatch has made them, and to those of none the last one has added."""
+    weights, last = (
+        (Kind.BACKWARD.code, Kind.BACKWARD_WEIGHT.code),
+        (Kind.BACKWARD.code, Kind.BACKWARD_INPUT.code),
+    )
+    made = np.cumsum(own & np.isin(kinds, weights)) > 0
+    left = own & np.isin(kinds, last)
+    return made & (np.cumsum(left) < left.sum())
 
 
 def layers_counted(plan: Plan, layers: int) -> tuple[int, ...]:
@@ -140,20 +158,36 @@ def bytes_of_stages(
         return 0.0
     saved = [np.array([stages[stage].saved for stage in rank.stages]) for rank in ranks]
     halves = [np.array([stages[stage].pending for stage in rank.stages]) for rank in ranks]
-    peaks = [
-        float((rank.counts @ own + rank.pending @ half).max(initial=0))
-        for rank, own, half in zip(ranks, saved, halves, strict=True)
+    moments = [
+        rank.counts @ own + rank.pending @ half for rank, own, half in zip(ranks, saved, halves, strict=True)
     ]
+    peaks = [float(each.max(initial=0)) for each in moments]
     found = [*peaks, (every.held + sum(peaks)) / len(ranks)]
     layers = sum(stage.layers for stage in stages)
     if layered is not None and layers:
-        for rank, own, peak in zip(ranks, saved, peaks, strict=True):
-            share = sum(stages[stage].layers for stage in rank.stages) / layers
-            found.append(layered.held * share + peak)
-            if layered.gradients:  # of one stage: its last microbatch may have none in flight behind it
-                last = rank.least - int(plan.microbatches <= rank.least)
-                found.append((layered.held + layered.gradients) * share + last * float(own.sum()))
+        for rank, each in zip(ranks, moments, strict=True):
+            shares = np.array([stages[stage].layers / layers for stage in rank.stages])
+            sums = rank.summed @ (layered.gradients * shares)
+            found.append(layered.held * float(shares.sum()) + float((each + sums).max(initial=0)))
     return max(found)
+
+
+def least_wherever_cut(held: float, saved: float, in_flight: tuple[int, ...]) -> float:
+    """Return the bytes that the fullest rank holds wherever stages begin, with so many microbatches in flight
+    on each."""
+    return max([(often * held + n * saved) / weights for often, n, weights in _weights(in_flight)], default=0)
+
+
+@cached("weights of ranks in means of what they hold, by microbatches in flight", 4096)
+def _weights(in_flight: tuple[int, ...]) -> tuple[tuple[int, int, float], ...]:
+    """Return how often what is held, and what is saved, are in sums over the ranks, and the weights of these.
+
+    None where a rank has none in flight: it may have all that is saved.
+    """
+    if not all(in_flight):
+        return ()
+    each = [(1, n, sum([max(1.0, n / own) for own in in_flight])) for n in dict.fromkeys(in_flight)]
+    return (0, 1, sum([1 / own for own in in_flight])), *each
 
 
 def seconds_of_layers(plan: Plan, work: LayerWork, sums: float = 0.0) -> float:

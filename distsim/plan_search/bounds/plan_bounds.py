@@ -44,17 +44,18 @@ from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.buckets import buckets_of
 from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, sends_at_once
-from distsim.plan_search.bounds.layer_figures import LayerWork, StageWork
+from distsim.plan_search.bounds.layer_figures import LayerTraffic, LayerWork, StageWork
 from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.bounds.pipeline_bounds import (
     HeldParts,
     bytes_of_stages,
     flights,
     layers_counted,
+    least_wherever_cut,
     seconds_of_layers,
     seconds_of_stages,
 )
-from distsim.plan_search.bounds.plan_keys import cuts_layers, runs_alone, saves_alike, splits_backward
+from distsim.plan_search.bounds.plan_keys import cuts_layers, runs_alone, saves_alike
 from distsim.plan_search.bounds.saved_bytes import layers_saved_bytes
 from distsim.schedule import FLUSH, SCHEDULES
 from distsim.schedule import schedule as schedule_named
@@ -70,7 +71,7 @@ class PlanKnowledge(NamedTuple):
     ``busy``; of its ``layers``; the bytes that these have ``saved``; and of each of its ``stages``. 0, None
     and nothing: not known. ``whole``: whether stages begin between layers. ``sums`` are the seconds for which
     a microbatch but the first adds the gradients of a layer to sums. ``pending`` are bytes that layers hold
-    between halves of a backward pass.
+    between halves of a backward pass, ``traffic`` is what a layer has data-parallel ranks send.
     """
 
     products: float = 0.0
@@ -81,6 +82,7 @@ class PlanKnowledge(NamedTuple):
     whole: bool = False
     sums: float = 0.0
     pending: int = 0
+    traffic: LayerTraffic = LayerTraffic()
 
 
 class HeldBytes(NamedTuple):
@@ -247,7 +249,8 @@ class PlanBounds:
         if passage and layers:  # of a stage that begins between layers all but the first follow another one
             added += passage.between * max(layers.layers - plan.num_stages, 0)
         busy = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
-        sent = self._traffic.seconds(plan, self.topology) if _has_flush(plan.schedule) else NO_TRAFFIC
+        traffic = self._traffic.of_layers(known.traffic, self.layers, plan)
+        sent = traffic.seconds(plan, self.topology) if _has_flush(plan.schedule) else NO_TRAFFIC
         found = max((busy + added) * count / plan.pp + sent.exposed, sent.busy)
         if plan.pp == 1:
             return found
@@ -256,13 +259,14 @@ class PlanBounds:
         stages = [
             stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
         ]
-        return max(found, whole, seconds_of_stages(plan, stages, passage, self._after(plan)))
+        return max(found, whole, seconds_of_stages(plan, stages, passage, self._after(plan, known)))
 
-    def _after(self, plan: Plan) -> float:
+    def _after(self, plan: Plan, known: PlanKnowledge) -> float:
         """Return what follows the last backward pass of a rank for each of its layers."""
         traffic = self._layer_traffic
         if traffic is None or not _has_flush(plan.schedule):
             return 0.0
+        traffic = traffic.of_layers(known.traffic, self.layers, plan)
         return traffic.seconds_after(plan, self.topology) / self.layers
 
     def _least_work(self, plan: Plan) -> LayerWork | None:
@@ -302,8 +306,9 @@ class PlanBounds:
 
     def device_bytes(self, plan: Plan, known: PlanKnowledge | None = None) -> float:
         """Return bytes that the fullest device of a plan holds at least at its peak."""
-        every, known = _divided(self.held, plan), known or PlanKnowledge()
-        least = (every.held + every.gradients + every.at_once) / plan.pp
+        known = known or PlanKnowledge()
+        every = self._parts(self.held, plan, known)
+        least = (every.held + every.at_once) / plan.pp
         saved, full = self._saved(plan, known), list[float]()
         stages = self._stages(plan, known)
         ranks = flights(plan) if saved or stages else ()
@@ -312,16 +317,23 @@ class PlanBounds:
         alike = self.held_in_layers if known.whole and saves_alike(plan) else None
         alike = self.held if plan.pp == 1 else alike
         if stages:
-            least = max(least, bytes_of_stages(plan, stages, every, alike and _divided(alike, plan)))
-        in_flight = tuple([rank.least for rank in ranks])
-        least = max(least, _least_wherever_cut(every.held, saved, in_flight))
+            least = max(
+                least, bytes_of_stages(plan, stages, every, alike and self._parts(alike, plan, known))
+            )
+        least = max(least, least_wherever_cut(every.held, saved, tuple([rank.least for rank in ranks])))
         if alike is None:
             return least
-        held, gradients, _ = _divided(alike, plan)
-        for n in in_flight:
-            last = n if plan.microbatches > n else n - 1
-            full.append(max(held + n * saved, held + gradients + last * saved))
+        held, gradients, _ = self._parts(alike, plan, known)
+        for rank in ranks:
+            behind = held + gradients + rank.behind_sums * saved if rank.behind_sums >= 0 else 0.0
+            full.append(max(held + rank.least * saved, behind))
         return max(least, 1 / sum(1 / each for each in full))
+
+    def _parts(self, held: HeldBytes, plan: Plan, known: PlanKnowledge) -> HeldParts:
+        """Return what a plan leaves on the ranks of a pipeline of what is held, of gradients as much as is
+        known to be held of layers."""
+        layered = self.layers * plan.tp * plan.ep * known.traffic.held if plan.zero < 2 else 0.0
+        return _divided(held._replace(gradients=max(held.gradients, int(layered))), plan)
 
     def _saved(self, plan: Plan, known: PlanKnowledge) -> float:
         """Return the bytes that layers save of a microbatch at least, over all stages, as far as known."""
@@ -331,24 +343,6 @@ class PlanBounds:
         return max(known.saved, self.saved_in_layers(plan.remat) / (ranks * plan.microbatches))
 
 
-def _least_wherever_cut(held: float, saved: float, in_flight: tuple[int, ...]) -> float:
-    """Return the bytes that the fullest rank holds wherever stages begin, with so many microbatches in flight
-    on each."""
-    return max([(often * held + n * saved) / weights for often, n, weights in _weights(in_flight)], default=0)
-
-
-@cached("weights of ranks in means of what they hold, by microbatches in flight", 4096)
-def _weights(in_flight: tuple[int, ...]) -> tuple[tuple[int, int, float], ...]:
-    """Return how often what is held, and what is saved, are in sums over the ranks, and the weights of these.
-
-    None where a rank has none in flight: it may have all that is saved.
-    """
-    if not all(in_flight):
-        return ()
-    each = [(1, n, sum([max(1.0, n / own) for own in in_flight])) for n in dict.fromkeys(in_flight)]
-    return (0, 1, sum([1 / own for own in in_flight])), *each
-
-
 _FOR_UPDATE = ("GradientCopy", "ScaleGradient")
 
 
@@ -356,8 +350,7 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     """Return what a plan leaves on the ranks of a pipeline of parameters and state, and of gradients.
 
     Gradients count where they are held undivided, in full, from the first microbatch on: of a single one,
-    those that are whole may be reduced before the next are made. Where they are made in passes of their own,
-    sums of all of them are there when the last of these begins. What is reduced after the backward pass is
+    those that are whole may be reduced before the next are made. What is reduced after the backward pass is
     there at its end: with ``zero=2`` what a stage makes of one microbatch, else the sums of all stages.
     """
     ranks = (plan.zero_ranks or plan.dp) * plan.cp
@@ -368,13 +361,14 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
         return HeldParts(kept, 0.0, 0.0)
     divides = plan.dp * plan.cp > 1
     buckets = buckets_of(plan.bucket, ranks, plan.overlap_grads == "on", plan.zero) if divides else None
-    summed = plan.microbatches > 1 and plan.chunks == 1
     if plan.zero == 2:
         return HeldParts(kept, 0.0, every / plan.chunks if sends_at_once(plan) else 0.0)
-    if (summed and not splits_backward(plan)) or (buckets is not None and buckets.held >= 1):
-        return HeldParts(kept, every, 0.0)
+    if buckets is not None and buckets.held >= 1:
+        return HeldParts(kept + every, 0.0, 0.0)
     late = buckets is not None and not buckets.early
-    return HeldParts(kept, 0.0, every if summed or late else 0.0)
+    ranks = flights(plan)
+    together = bool(ranks) and all(rank.behind_sums >= 0 for rank in ranks)
+    return HeldParts(kept, every, every if together or late else 0.0)
 
 
 def _best_seconds(signature: Signature, demand: Work, device: Device) -> float:

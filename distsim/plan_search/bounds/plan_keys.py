@@ -20,8 +20,8 @@ class PlanKeys(NamedTuple):
     (``own_work``): a stage may begin where one kernel runs two products else. Of those of a plan that divides
     alike and ``saves`` all, and of the layers of that; of its ``layers`` and ``stages``, None where that is
     not known before it is built, and of layers whose backward passes are not in two halves where its own are;
-    of what layers have ``saved``; and of their ``sums``. ``whole``: whether stages begin between layers, as
-    far as that is known before.
+    of what layers have ``saved``; of their ``sums``; and of what ranks send for them (``traffic``).
+    ``whole``: whether stages begin between layers, as far as that is known before.
     """
 
     work: Hashable
@@ -33,6 +33,7 @@ class PlanKeys(NamedTuple):
     stages: Hashable
     saved: Hashable
     sums: Hashable
+    traffic: Hashable
     whole: bool
 
     @staticmethod
@@ -49,7 +50,9 @@ class PlanKeys(NamedTuple):
         # Forward passes save as much for two halves of a backward pass, and what is summed is the same.
         passes = adds, _work_key(plan, batch, whole, False)
         if levels is None:
-            return PlanKeys(work, own, saves, None, None, None, None, _saved_key(plan, passes), None, whole)
+            return PlanKeys(
+                work, own, saves, None, None, None, None, _saved_key(plan, passes), None, None, whole
+            )
         layers, undivided, saving = (
             _layers_key(plan, (each, *cut), levels) for each in (work, passes, saves)
         )
@@ -63,6 +66,7 @@ class PlanKeys(NamedTuple):
             _stages_key(plan, layers, kernels.interiors),
             _saved_key(plan, passes),
             _sums_key(undivided, plan),
+            _traffic_key(undivided, plan),
             whole,
         )
 
@@ -93,6 +97,13 @@ def _sums_key(layers: Hashable, plan: Plan) -> Hashable:
     """Return what the seconds of sums of a layer's gradients depend on, beside ``layers``, what layers do."""
     ranks = plan.dp * plan.cp
     return layers, *((plan.bucket, (ranks, plan.zero_ranks) if plan.zero > 1 else ()) if ranks > 1 else ())
+
+
+def _traffic_key(layers: Hashable, plan: Plan) -> Hashable:
+    """Return what ranks that have the same parameters send for a layer depends on, beside ``layers``."""
+    gathers = (plan.reshard, plan.resharding) if plan.zero == 3 else ()
+    sums = plan.bucket, plan.overlap_grads, plan.overlap_params, plan.microbatches > 1
+    return layers, plan.zero if plan.zero > 1 else 0, plan.zero_ranks, gathers, sums
 
 
 def _saved_key(plan: Plan, work: Hashable) -> Hashable:
