@@ -282,6 +282,21 @@ def test_backward_waits_for_buckets_of_each_microbatch_without_overlap():
     assert on < off and {path[0] for path in paths} == {"B"}
 
 
+@pytest.mark.parametrize("fields", ["zero=2,bucket=20kB", "zero=3", "zero=3,bucket=fsdp2"])
+def test_the_next_layer_computes_while_what_a_microbatch_has_made_is_reduced(fields):
+    joint = differentiate(gpt(layers=6, hidden=64, heads=2, seq=16, batch=32, vocab=64), Adam())
+    program = laid_out(joint, mesh_of(4, 1, 1), schedule("1f1b", 1, 8), "none", fields)
+    letters = {"MPIReduceScatter": "R", "AccumulateInto": "+", "Call": "C"}
+    order = "".join(letters.get(op.op_type, "") for op in program.stages[0].backward.accumulating.ops)
+    # Sums of a layer follow the next one, and those of the last one end the pass.
+    assert order.count("C") == 6 and "+C" not in order and order.endswith("+")
+    at_once, slow = (
+        Simulator(CostModel(topology_of(4, gbps=each))).simulate(program) for each in (1e7, 20.0)
+    )
+    reduced = [span for span in slow.spans() if span.op.op_type == "MPIReduceScatter"]
+    assert slow.step_time - at_once.step_time < 0.5 * sum(span.end - span.start for span in reduced)
+
+
 def test_parameters_are_gathered_while_the_first_forward_pass_runs():
     """As many bytes in as many messages as after the update, in the first forward call of each stage."""
     joint = differentiate(gpt(layers=4, hidden=64, heads=2, seq=16, batch=16, vocab=64), Adam())

@@ -40,8 +40,9 @@ from distsim.simulation.explain.text import count
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
-NEAR = 3
-"""How many plans are tried at the end that are too large by a little."""
+PROBED, NEAR = 24, 3
+"""Of how many plans that may be too large by a little it is found out at the end what their layers do, and
+how many of them are tried."""
 
 ROUND = 24, 48
 """Plans of a round, the fewest and the most; between them, a quarter of those that were built before it."""
@@ -208,10 +209,14 @@ class SearchRun:
         if self.problem.objective != "time":
             return ()
         most, worst = (1 + NEARLY) * evaluator.usable, standing.worst(self.problem.top)
-        large = [plan for plan in self.plans if found[str(plan)].discarded == TOO_LARGE]
-        near = [plan for plan in large if evaluator.least_bytes(plan, standing) <= most]
-        bounds = [(evaluator.bound(plan, standing), place) for place, plan in enumerate(near)]
-        return [near[place] for bound, place in sorted(bounds)[:NEAR] if bound <= worst]
+        near = [plan for plan in self.plans if found[str(plan)].discarded == TOO_LARGE]
+        for most_tried in (PROBED, NEAR):  # of the first it is found out what their layers do
+            near = [plan for plan in near if evaluator.least_bytes(plan, standing) <= most]
+            bounds = sorted([(evaluator.bound(plan, standing), place) for place, plan in enumerate(near)])
+            near = [near[place] for bound, place in bounds[:most_tried] if bound <= worst]
+            for plan in near:
+                evaluator.probed(plan, standing)
+        return near
 
     def _unsuited(self, plan: Plan) -> str:
         """Return why there is no such model as a plan divides, if there is none."""
