@@ -101,6 +101,7 @@ class PlanEvaluator:
         self._batch: dict[Function, int] = {}
         self._levels: dict[tuple[Function, int], int] = {}
         self._keys: dict[Plan, PlanKeys] = {}
+        self._told: dict[Plan, tuple[PlanKnowledge, tuple[float, float]]] = {}
         self._built: set[Function] = set()
         self._limit = limit or MemoryLimit()
         self.usable = max(device.usable for device in problem.topology.devices)
@@ -173,7 +174,7 @@ class PlanEvaluator:
         if self.problem.objective == "memory":
             return self.least_bytes(plan, standing)
         # A part of 1e-8 is for sums that are rounded, and for times that lie on a grid: 3e-9 was seen.
-        return self.bounds(plan).step_seconds(plan, self.known(plan, standing)) * (1 - 1e-8)
+        return self._figures(plan, standing)[0] * (1 - 1e-8)
 
     def expected(self, plan: Plan, standing: Standing, rise: float = 1.0) -> float:
         """Return as what a plan is put in order: its bound, and twice that where memory is nearly full.
@@ -191,7 +192,17 @@ class PlanEvaluator:
 
     def least_bytes(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the fullest device can hold."""
-        return self.bounds(plan).device_bytes(plan, self.known(plan, standing))
+        return self._figures(plan, standing)[1]
+
+    def _figures(self, plan: Plan, standing: Standing) -> tuple[float, float]:
+        """Return the seconds and the bytes that a plan takes at least, found once for what is known of it."""
+        known = self.known(plan, standing)
+        found = self._told.get(plan)
+        if found is None or found[0] != known:
+            bounds = self.bounds(plan)
+            figures = bounds.step_seconds(plan, known), bounds.device_bytes(plan, known)
+            found = self._told[plan] = known, figures
+        return found[1]
 
     def discarded(self, plan: Plan, standing: Standing) -> str:
         """Return why a plan cannot be one of the best: ``SLOWER``, ``TOO_LARGE``, or "" if it can."""

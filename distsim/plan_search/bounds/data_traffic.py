@@ -97,7 +97,7 @@ class DataTraffic:
         Nothing is said of ranks that do not lie alike, of groups of ranks that divide parameters, of divided
         experts, and of divided sequences.
         """
-        if plan.dp == 1 or plan.cp * plan.ep > 1 or plan.zero_ranks:
+        if not _is_told(plan):
             return NO_TRAFFIC
         gather, scatter, reduce = _slownesses(plan, topology)
         count, ranks = plan.microbatches, plan.tp * plan.pp
@@ -124,6 +124,15 @@ class DataTraffic:
     def seconds_after(self, plan: Plan, topology: Topology) -> float:
         """Return what follows the last backward pass of a rank that has all of this on its ranks of tp."""
         return self.seconds(plan, topology).exposed * plan.pp if plan.zero < 2 else 0.0
+
+
+def _is_told(plan: Plan) -> bool:
+    return plan.dp > 1 and plan.cp * plan.ep == 1 and not plan.zero_ranks
+
+
+def reduction_seconds(plan: Plan, topology: Topology, nbytes: float) -> float:
+    """Return what ranks take at least that reduce so many bytes each, which are scattered; 0: not told."""
+    return _slownesses(plan, topology)[1] * nbytes if _is_told(plan) else 0.0
 
 
 def _cast_inside(call: Op, original: Mapping[Value, Value]) -> Iterator[Value]:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import suppress
-from itertools import accumulate
 from math import floor
 from typing import Any, NamedTuple
 
@@ -45,78 +44,105 @@ class HeldParts(NamedTuple):
 
 
 class Flights(NamedTuple):
-    """``stages`` of a rank, the microbatches in flight in each of them [times, stages], and between halves of
-    a backward pass (``pending``), and whether there are sums of its gradients (``summed``); the most that all
-    of them have in flight at a time (``least``), and while all have sums (``behind_sums``; -1: at no time);
-    and whether the backward pass of the first of its stages is what the rank does last (``ends_first``)."""
+    """The ``stages`` of each rank [ranks, stages a rank]; the microbatches in flight in each of them at times
+    of a rank [ranks, times, stages a rank], those between halves of a backward pass (``pending``), and
+    whether there are sums of its gradients (``summed``), at a few times with most of these;
+    by rank the most that all of its stages have in flight at a time (``least``), and while all have sums
+    (``behind_sums``; -1: at no time); and whether the backward pass of the first of its stages is what it
+    does last (``ends_first``)."""
 
-    stages: tuple[int, ...]
-    counts: npt.NDArray[Any]
-    pending: npt.NDArray[Any]
-    summed: npt.NDArray[Any]
-    least: int
-    behind_sums: int
-    ends_first: bool
+    stages: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int32]
+    pending: npt.NDArray[np.int32]
+    summed: npt.NDArray[np.int32]
+    least: tuple[int, ...]
+    behind_sums: tuple[int, ...]
+    ends_first: npt.NDArray[np.bool_]
 
 
-def flights(plan: Plan) -> tuple[Flights, ...]:
-    """Return those of each rank; none for schedules of which nothing is known here: searched ones, several
+def flights(plan: Plan) -> Flights | None:
+    """Return those of a plan; None for schedules of which nothing is known here: searched ones, several
     copies of the model, overlapping pairs, no flush. Of a backward pass in two halves the first may leave
     nothing of what is saved."""
     return _flights(plan.schedule, plan.pp, plan.microbatches, plan.chunks)
 
 
 @cached("microbatches in flight, by schedule and sizes", 4096)
-def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> tuple[Flights, ...]:
+def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> Flights | None:
     """Beyond a few times the stages more microbatches matter with GPipe alone, which holds them all."""
     name = parse_schedule(name)[0]
     known = SCHEDULES.get(name)
     if known is None or known.searched:
-        return ()
+        return None
     few = min(microbatches, 4 * ranks)
     try:
         made = schedule_named(name, ranks, few, chunks if known.chunks is None else None)
     except ScheduleError:
-        return ()
+        return None
     if made.copies > 1 or made.pairs_actions or made.weights != FLUSH:
-        return ()
-    found: list[Flights] = []
+        return None
+    changes = np.array([(kind.until_i, kind.pending_w) for kind in Kind], np.int32)
+    each, moments = list[list[int]](), list[npt.NDArray[np.int32]]()
+    least, behind, ends_first = list[int](), list[int](), list[bool]()
     for rank, codes in enumerate(made.codes):
         cells = codes[codes >= 0]
-        stages = tuple([stage for stage, own in enumerate(made.rank_of) if own == rank])
-        changes = np.array([(kind.until_i, kind.pending_w) for kind in Kind])[kind_of(cells)].T
-        own = [number_of(cells) % made.num_stages == stage for stage in stages]
-        held = [np.cumsum(change * at) for change in changes for at in own]
-        held += [_are_summed(kind_of(cells), at) for at in own]
-        last = int(cells[-1])
-        ends_first = kind_of(last) == Kind.BACKWARD.code and number_of(last) % made.num_stages == min(stages)
-        counts, pending, summed = np.split(np.unique(np.array(held).T, axis=0), 3, axis=1)
-        least = counts.min(axis=1)
-        behind = int(least[summed.all(axis=1)].max(initial=-1))
-        found.append(Flights(stages, counts, pending, summed, int(least.max(initial=0)), behind, ends_first))
-    return tuple(found)
+        kinds, numbers = kind_of(cells), number_of(cells) % made.num_stages
+        stages = [stage for stage, own in enumerate(made.rank_of) if own == rank]
+        own = numbers[:, None] == np.array(stages)
+        counts, pending = (np.cumsum(own * change[:, None], axis=0) for change in changes[kinds].T)
+        summed, fewest = _are_summed(kinds, own), counts.min(axis=1)
+        moments.append(_most(np.hstack([counts, pending, summed]).astype(np.int32)))
+        least.append(int(fewest.max(initial=0)))
+        behind.append(int(fewest[summed.all(axis=1)].max(initial=-1)))
+        ends_first.append(kinds[-1] == Kind.BACKWARD.code and numbers[-1] == min(stages))
+        each.append(stages)
+    times = max(map(len, moments))
+    filled = [np.vstack([own, np.repeat(own[-1:], times - len(own), axis=0)]) for own in moments]
+    in_flight, between, sums = np.split(np.array(filled), 3, axis=2)
+    return Flights(
+        np.array(each), in_flight, between, sums, tuple(least), tuple(behind), np.array(ends_first)
+    )
+
+
+MOMENTS = 8
+"""How many times of a rank are looked at: where stages are alike the first is the one that counts."""
+
+
+def _most(moments: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """Return moments [times, figures] of which no other has as much of each figure or more, the largest."""
+    found: list[npt.NDArray[np.int32]] = []
+    while len(moments) and len(found) < MOMENTS:
+        largest = moments[moments.sum(axis=1).argmax()]
+        found.append(largest)
+        moments = moments[(moments > largest).any(axis=1)]
+    return np.array(found)
 
 
 def _are_summed(kinds: npt.NDArray[Any], own: npt.NDArray[Any]) -> npt.NDArray[Any]:
-    """Return whether there are sums of all gradients of a stage after each action, of which ``own`` are its:
-    the first microbatch has made them, and to those of none the last one has added."""
+    """Return whether there are sums of all gradients of stages after each action, of which ``own`` are theirs
+    [actions, stages]: the first microbatch has made them, and to those of none the last one has added."""
     weights, last = (
         (Kind.BACKWARD.code, Kind.BACKWARD_WEIGHT.code),
         (Kind.BACKWARD.code, Kind.BACKWARD_INPUT.code),
     )
-    made = np.cumsum(own & np.isin(kinds, weights)) > 0
-    left = own & np.isin(kinds, last)
-    return made & (np.cumsum(left) < left.sum())
+    made = np.cumsum(own & np.isin(kinds, weights)[:, None], axis=0) > 0
+    left = np.cumsum(own & np.isin(kinds, last)[:, None], axis=0)
+    return made & (left < left[-1])
 
 
 def layers_counted(plan: Plan, layers: int) -> tuple[int, ...]:
     """Return how many of equal layers each stage has where a plan counts them; nothing where it does not."""
-    sizes, count = parse_stages(plan.stages), plan.num_stages
+    return _layers_counted(plan.stages, plan.num_stages, layers)
+
+
+@cached("layers of stages, by how they are counted", 4096)
+def _layers_counted(stages: str, count: int, layers: int) -> tuple[int, ...]:
+    sizes = parse_stages(stages)
     if sizes:
         return sizes if sum(sizes) == layers else ()
-    if plan.stages == "layers":
+    if stages == "layers":
         return () if layers % count else (layers // count,) * (count if layers else 0)
-    if plan.stages != "default" or not layers:
+    if stages != "default" or not layers:
         return ()
     with suppress(PartitionError):
         return default_split(layers, count)
@@ -131,19 +157,17 @@ def seconds_of_stages(
     ``passage`` is the way through a layer, of stages that begin between layers; ``after`` are seconds for
     each layer of a rank that follow its last backward pass.
     """
-    if len(stages) != plan.num_stages:
+    known = flights(plan)
+    if known is None or len(stages) != plan.num_stages:
         return 0.0
-    ahead = [0, *accumulate(stage.layers for stage in stages)]
-    found, ranks = 0.0, flights(plan)
-    fewest = min([sum(stages[stage].layers for stage in rank.stages) for rank in ranks], default=0)
-    for rank in ranks:
-        seconds = plan.microbatches * sum(stages[stage].seconds for stage in rank.stages)
-        if passage is not None and (before := ahead[min(rank.stages)]):
-            # The gradient of what the first layer takes in may be of no use.
-            back = (before - 1) * passage.behind - passage.late if rank.ends_first else 0.0
-            seconds += before * passage.ahead + max(back, 0.0)
-        found = max(found, seconds)
-    return found + fewest * after
+    layers = np.array([stage.layers for stage in stages])
+    seconds = plan.microbatches * np.array([stage.seconds for stage in stages])[known.stages].sum(axis=1)
+    if passage is not None:
+        before = (np.cumsum(layers) - layers)[known.stages.min(axis=1)]
+        # The gradient of what the first layer takes in may be of no use.
+        back = np.maximum((before - 1) * passage.behind - passage.late, 0.0) * known.ends_first
+        seconds = seconds + np.where(before > 0, before * passage.ahead + back, 0.0)
+    return float(seconds.max()) + int(layers[known.stages].sum(axis=1).min()) * after
 
 
 def bytes_of_stages(
@@ -153,23 +177,20 @@ def bytes_of_stages(
 
     All ranks together hold ``every``, and of equal layers, which the stages have whole, ``layered``.
     """
-    ranks = flights(plan)
-    if not ranks or len(stages) != plan.num_stages:
+    known = flights(plan)
+    if known is None or len(stages) != plan.num_stages:
         return 0.0
-    saved = [np.array([stages[stage].saved for stage in rank.stages]) for rank in ranks]
-    halves = [np.array([stages[stage].pending for stage in rank.stages]) for rank in ranks]
-    moments = [
-        rank.counts @ own + rank.pending @ half for rank, own, half in zip(ranks, saved, halves, strict=True)
-    ]
-    peaks = [float(each.max(initial=0)) for each in moments]
-    found = [*peaks, (every.held + sum(peaks)) / len(ranks)]
-    layers = sum(stage.layers for stage in stages)
-    if layered is not None and layers:
-        for rank, each in zip(ranks, moments, strict=True):
-            shares = np.array([stages[stage].layers / layers for stage in rank.stages])
-            sums = rank.summed @ (layered.gradients * shares)
-            found.append(layered.held * float(shares.sum()) + float((each + sums).max(initial=0)))
-    return max(found)
+    figures = np.array([(stage.saved, stage.pending, stage.layers) for stage in stages], float)
+    saved, halves, layers = np.moveaxis(figures[known.stages][:, None], 3, 0)
+    moments = (known.counts * saved + known.pending * halves).sum(axis=2)
+    peaks = np.maximum(moments.max(axis=1), 0.0)
+    found = max(peaks.max(), (every.held + peaks.sum()) / len(peaks))
+    if layered is not None and layers.any():
+        shares = layers / layers.sum()
+        sums = (known.summed * (layered.gradients * shares)).sum(axis=2)
+        held = layered.held * shares.sum(axis=(1, 2)) + (moments + sums).max(axis=1)
+        found = max(found, held.max())
+    return float(found)
 
 
 def least_wherever_cut(held: float, saved: float, in_flight: tuple[int, ...]) -> float:

@@ -43,7 +43,7 @@ from distsim.ir import Device, Function, Op, Role, Tensor, Topology, Value, all_
 from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.buckets import buckets_of
-from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, sends_at_once
+from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, reduction_seconds, sends_at_once
 from distsim.plan_search.bounds.layer_figures import LayerTraffic, LayerWork, StageWork
 from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.bounds.pipeline_bounds import (
@@ -243,7 +243,8 @@ class PlanBounds:
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers = known.layers or self._least_work(plan)
         # A mean over microbatches: the first begins the sums.
-        sums = known.sums * (count - 1) / count if _has_flush(plan.schedule) else 0.0
+        sums = known.sums + self._reduced_late(plan, layers, known)
+        sums *= (count - 1) / count if _has_flush(plan.schedule) else 0.0
         added = sums * layers.layers if layers else 0.0
         passage = layers.passage if layers and known.whole and runs_alone(plan) else None
         if passage and layers:  # of a stage that begins between layers all but the first follow another one
@@ -260,6 +261,15 @@ class PlanBounds:
             stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
         ]
         return max(found, whole, seconds_of_stages(plan, stages, passage, self._after(plan, known)))
+
+    def _reduced_late(self, plan: Plan, layers: LayerWork | None, known: PlanKnowledge) -> float:
+        """Return by how much the reductions of a layer's gradients are longer than its backward pass and its
+        sums, where those of each microbatch end its pass."""
+        if layers is None or not layers.layer or plan.zero < 2 or plan.overlap_grads == "off":
+            return 0.0
+        backward = layers.layer - (layers.forward + layers.waiting) / layers.layers
+        reduced = reduction_seconds(plan, self.topology, known.traffic.reduced)
+        return max(reduced - backward - known.sums, 0.0)
 
     def _after(self, plan: Plan, known: PlanKnowledge) -> float:
         """Return what follows the last backward pass of a rank for each of its layers."""
@@ -311,8 +321,8 @@ class PlanBounds:
         least = (every.held + every.at_once) / plan.pp
         saved, full = self._saved(plan, known), list[float]()
         stages = self._stages(plan, known)
-        ranks = flights(plan) if saved or stages else ()
-        if not ranks:
+        in_flight = flights(plan) if saved or stages else None
+        if in_flight is None:
             return least
         alike = self.held_in_layers if known.whole and saves_alike(plan) else None
         alike = self.held if plan.pp == 1 else alike
@@ -320,13 +330,13 @@ class PlanBounds:
             least = max(
                 least, bytes_of_stages(plan, stages, every, alike and self._parts(alike, plan, known))
             )
-        least = max(least, least_wherever_cut(every.held, saved, tuple([rank.least for rank in ranks])))
+        least = max(least, least_wherever_cut(every.held, saved, in_flight.least))
         if alike is None:
             return least
         held, gradients, _ = self._parts(alike, plan, known)
-        for rank in ranks:
-            behind = held + gradients + rank.behind_sums * saved if rank.behind_sums >= 0 else 0.0
-            full.append(max(held + rank.least * saved, behind))
+        for most, behind in zip(in_flight.least, in_flight.behind_sums, strict=True):
+            summed = held + gradients + behind * saved if behind >= 0 else 0.0
+            full.append(max(held + most * saved, summed))
         return max(least, 1 / sum(1 / each for each in full))
 
     def _parts(self, held: HeldBytes, plan: Plan, known: PlanKnowledge) -> HeldParts:
@@ -366,8 +376,8 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     if buckets is not None and buckets.held >= 1:
         return HeldParts(kept + every, 0.0, 0.0)
     late = buckets is not None and not buckets.early
-    ranks = flights(plan)
-    together = bool(ranks) and all(rank.behind_sums >= 0 for rank in ranks)
+    in_flight = flights(plan)
+    together = in_flight is not None and min(in_flight.behind_sums) >= 0
     return HeldParts(kept, every, every if together or late else 0.0)
 
 

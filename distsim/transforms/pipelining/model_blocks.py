@@ -30,7 +30,7 @@ def default_layers(layers: int, count: int) -> tuple[int, ...]:
     try:
         return default_split(layers, count)
     except PartitionError as error:
-        raise PlanError(f"stages=default: {error}") from error
+        raise PlanError(f"stages=default: {error}, or stages=even, which may begin within layers") from error
 
 
 @dataclass(frozen=True)
