@@ -26,7 +26,7 @@ from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.ir import Function, Op, Role, Tensor, Topology, Value
 from distsim.plan import Plan
 from distsim.plan.buckets import buckets_of
-from distsim.plan_search.bounds.layer_figures import LayerTraffic
+from distsim.plan_search.bounds.layer_figures import LayerTraffic, LayerWork
 from distsim.transforms.op_graph import numbered
 
 
@@ -130,9 +130,13 @@ def _is_told(plan: Plan) -> bool:
     return plan.dp > 1 and plan.cp * plan.ep == 1 and not plan.zero_ranks
 
 
-def reduction_seconds(plan: Plan, topology: Topology, nbytes: float) -> float:
-    """Return what ranks take at least that reduce so many bytes each, which are scattered; 0: not told."""
-    return _slownesses(plan, topology)[1] * nbytes if _is_told(plan) else 0.0
+def reduced_late(plan: Plan, topology: Topology, layers: LayerWork, nbytes: float, computed: float) -> float:
+    """Return by how much the reductions of so many bytes, a layer's gradients, are longer than its backward
+    pass and what else is ``computed`` in it, where those of each microbatch end its pass."""
+    if not _is_told(plan) or not layers.layer or plan.zero < 2 or plan.overlap_grads == "off":
+        return 0.0
+    backward = layers.layer - (layers.forward + layers.waiting) / layers.layers
+    return max(_slownesses(plan, topology)[1] * nbytes - backward - computed, 0.0)
 
 
 def _cast_inside(call: Op, original: Mapping[Value, Value]) -> Iterator[Value]:

@@ -48,13 +48,15 @@ class LayerPassage(NamedTuple):
 class LayerTraffic(NamedTuple):
     """Bytes of a layer on a rank, before they are divided over those that have the same: of parameters that a
     microbatch has ``gathered``, of gradients that it has ``reduced`` over these ranks, of the sums of
-    gradients that are ``held`` from one to the next, and of ``sums`` that are reduced once a step. 0: not
-    known."""
+    gradients that are ``held`` from one to the next, and of ``sums`` that are reduced once a step. And the
+    seconds by which its calls are longer with all that they compute of parameters, as casts, and of what no
+    product follows from (``beside``). 0: not known."""
 
     gathered: float = 0.0
     reduced: float = 0.0
     held: float = 0.0
     sums: float = 0.0
+    beside: float = 0.0
 
     def least(self, other: LayerTraffic) -> LayerTraffic:
         """Return what holds of both."""

@@ -18,13 +18,16 @@ from distsim.transforms.data_parallel.gathers import gathers
 from distsim.transforms.data_parallel.gradient_buckets import is_data_reduction
 
 
-def layer_traffic(stages: Iterable[tuple[Stage, int]]) -> LayerTraffic:
-    """Return that of a layer of stages that have so many each, the least of any of them."""
+def layer_traffic(stages: Iterable[tuple[Stage, int]], beside: float) -> LayerTraffic:
+    """Return that of a layer of stages that have so many each, the least of any; ``beside`` is known."""
     found = [_of_stage(stage, layers) for stage, layers in stages if layers]
-    return LayerTraffic(*map(min, zip(*found, strict=True))) if found else LayerTraffic()
+    if not found:
+        return LayerTraffic()
+    gathered, reduced, held, sums = map(min, zip(*found, strict=True))
+    return LayerTraffic(gathered, reduced, held, sums, beside)
 
 
-def _of_stage(stage: Stage, layers: int) -> LayerTraffic:
+def _of_stage(stage: Stage, layers: int) -> tuple[float, float, float, float]:
     backward = stage.backward
     function, summed = backward.function, set(backward.accumulated)
     elements, reduced = _sent(function, {})
@@ -37,7 +40,7 @@ def _of_stage(stage: Stage, layers: int) -> LayerTraffic:
         inner, keyed = block.function, zip(block.function.inputs, block.inputs, strict=True)
         sums += _sent(inner, {value: given[key] for value, key in keyed if key in given})[1]
     gathered = _gathered(stage.forward.function) + _gathered(function)
-    return LayerTraffic(gathered / layers, reduced / layers, held / layers, sums / layers)
+    return gathered / layers, reduced / layers, held / layers, sums / layers
 
 
 def _sent(function: Function, known: dict[Value, int]) -> tuple[dict[Value, int], float]:

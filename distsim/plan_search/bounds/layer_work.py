@@ -81,7 +81,8 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         behind.products,
         outside,
         traffic=layer_traffic(
-            [(stage, forward.layers) for stage, (forward, _) in zip(program.stages, passes, strict=True)]
+            [(stage, forward.layers) for stage, (forward, _) in zip(program.stages, passes, strict=True)],
+            (ahead.whole - ahead.seconds + behind.whole - behind.seconds) / layers if layers else 0.0,
         ),
     )
 
@@ -93,6 +94,7 @@ class _LeastOfCalls(NamedTuple):
     seconds: float
     computing: float
     products: float
+    whole: float
     waiting: float
 
 
@@ -106,7 +108,7 @@ def least_of_calls(blocks: Iterable[BlockWork]) -> _LeastOfCalls:
     return _LeastOfCalls(*[sum(figures) for figures in zip(*least, strict=True)]) if least else _NO_CALLS
 
 
-_NO_CALLS = _LeastOfCalls(0.0, 0.0, 0.0, 0.0)
+_NO_CALLS = _LeastOfCalls(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 def _layer_passage(passes: Sequence[tuple[BlockWork, BlockWork]]) -> LayerPassage | None:
@@ -236,7 +238,7 @@ def block_work(block: Block, once: set[Value], spans: Spans, ahead: bool) -> Blo
                 calls.append((op.callee, span))
         elif is_product(op):
             products.append(spans.op_seconds(op))
-    whole = LayerSpan(0.0, 0.0, 0.0) if calls else spans.span(function, given)
+    whole = LayerSpan(0.0, 0.0, 0.0, 0.0) if calls else spans.span(function, given)
     if whole is None:
         return None
     around = _seconds_around(function, fixed, spans, ahead)

@@ -43,7 +43,7 @@ from distsim.ir import Device, Function, Op, Role, Tensor, Topology, Value, all_
 from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.buckets import buckets_of
-from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, reduction_seconds, sends_at_once
+from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, reduced_late, sends_at_once
 from distsim.plan_search.bounds.layer_figures import LayerTraffic, LayerWork, StageWork
 from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.bounds.pipeline_bounds import (
@@ -55,7 +55,7 @@ from distsim.plan_search.bounds.pipeline_bounds import (
     seconds_of_layers,
     seconds_of_stages,
 )
-from distsim.plan_search.bounds.plan_keys import cuts_layers, runs_alone, saves_alike
+from distsim.plan_search.bounds.plan_keys import cuts_layers, runs_alone, saves_alike, splits_backward
 from distsim.plan_search.bounds.saved_bytes import layers_saved_bytes
 from distsim.schedule import FLUSH, SCHEDULES
 from distsim.schedule import schedule as schedule_named
@@ -243,8 +243,13 @@ class PlanBounds:
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers = known.layers or self._least_work(plan)
         # A mean over microbatches: the first begins the sums.
-        sums = known.sums + self._reduced_late(plan, layers, known)
-        sums *= (count - 1) / count if _has_flush(plan.schedule) else 0.0
+        beside, sums = 0.0, known.sums
+        if layers and not splits_backward(plan):  # in two halves other calls compute them
+            between = layers.passage.between if layers.passage else 0.0
+            beside = max(known.traffic.beside - between, 0.0)
+        if layers:
+            sums += reduced_late(plan, self.topology, layers, known.traffic.reduced, known.sums + beside)
+        sums = beside + (sums * (count - 1) / count if _has_flush(plan.schedule) else 0.0)
         added = sums * layers.layers if layers else 0.0
         passage = layers.passage if layers and known.whole and runs_alone(plan) else None
         if passage and layers:  # of a stage that begins between layers all but the first follow another one
@@ -261,15 +266,6 @@ class PlanBounds:
             stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
         ]
         return max(found, whole, seconds_of_stages(plan, stages, passage, self._after(plan, known)))
-
-    def _reduced_late(self, plan: Plan, layers: LayerWork | None, known: PlanKnowledge) -> float:
-        """Return by how much the reductions of a layer's gradients are longer than its backward pass and its
-        sums, where those of each microbatch end its pass."""
-        if layers is None or not layers.layer or plan.zero < 2 or plan.overlap_grads == "off":
-            return 0.0
-        backward = layers.layer - (layers.forward + layers.waiting) / layers.layers
-        reduced = reduction_seconds(plan, self.topology, known.traffic.reduced)
-        return max(reduced - backward - known.sums, 0.0)
 
     def _after(self, plan: Plan, known: PlanKnowledge) -> float:
         """Return what follows the last backward pass of a rank for each of its layers."""

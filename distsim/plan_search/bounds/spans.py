@@ -38,11 +38,12 @@ def _is_product(signature: Signature) -> bool:
 
 class LayerSpan(NamedTuple):
     """The ``seconds`` of a span, and for which the tasks in it that count are ``computing``, ``products`` of
-    these."""
+    these; and the seconds of a ``whole`` call, in which all tasks count."""
 
     seconds: float
     computing: float
     products: float
+    whole: float
 
 
 class Passage(NamedTuple):
@@ -181,6 +182,14 @@ class Spans:
 def _span(callee: _CalleeTasks, fixed: tuple[bool, ...]) -> LayerSpan:
     """Return the longest path through the tasks that count, from one that computes to one that does."""
     counts = callee.counting(fixed, callee.leads_to_products)
+    own = np.where(np.array(counts, np.bool_), callee.tasks.durations, 0.0)
+    computing, products = np.array(callee.computes, np.bool_), np.array(callee.products, np.bool_)
+    sums = float(own[computing].sum()), float(own[products].sum())
+    return LayerSpan(_longest(callee, counts), *sums, _longest(callee, [not own for own in callee.apart]))
+
+
+def _longest(callee: _CalleeTasks, counts: list[bool]) -> float:
+    """Return the seconds from the first task that computes to the last one, by those that count."""
     computes, durations = callee.computes, callee.durations
     reached: list[float] = []
     seconds = 0.0
@@ -190,9 +199,7 @@ def _span(callee: _CalleeTasks, fixed: tuple[bool, ...]) -> LayerSpan:
         reached.append(start + durations[task] * counts[task])
         if computes[task]:
             seconds = max(seconds, reached[task])
-    own = np.where(np.array(counts, np.bool_), callee.tasks.durations, 0.0)
-    computing, products = np.array(computes, np.bool_), np.array(callee.products, np.bool_)
-    return LayerSpan(seconds, float(own[computing].sum()), float(own[products].sum()))
+    return seconds
 
 
 def _passage(callee: _CalleeTasks, fixed: tuple[bool, ...], place: int, result: int) -> Passage | None:
