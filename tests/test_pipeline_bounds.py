@@ -64,6 +64,23 @@ def test_what_ranks_hold_is_what_is_in_flight_in_their_stages():
     assert bytes_of_stages(plan, stages[:3] + stages[:1], nothing, HeldParts(40.0, 80.0)) == 10 + 20 + 40
 
 
+@pytest.mark.parametrize(
+    ("fields", "behind"),
+    [
+        ({"microbatches": 1}, (-1, -1, -1, -1)),
+        ({"microbatches": 2}, (1, 1, 1, 1)),
+        ({"microbatches": 4}, (3, 3, 2, 1)),
+        ({"microbatches": 8}, (4, 3, 2, 1)),
+        ({"microbatches": 8, "schedule": "gpipe"}, (7, 7, 7, 7)),
+        # Each stage is done with all microbatches before the one ahead of it begins backward.
+        ({"microbatches": 4, "schedule": "interleaved", "chunks": 2}, (-1, -1, -1, -1)),
+        ({"microbatches": 8, "schedule": "interleaved", "chunks": 2}, (4, 4, 3, 1)),
+    ],
+)
+def test_sums_of_gradients_are_held_from_the_first_microbatch_until_the_last(fields, behind):
+    assert flights(Plan(pp=4, **fields)).behind_sums == behind
+
+
 @pytest.mark.parametrize("name", ["dualpipe", "pipedream", "zb_auto"])
 def test_of_other_schedules_nothing_is_said(name):
     plan = Plan(pp=2, microbatches=4, schedule=name)

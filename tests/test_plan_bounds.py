@@ -139,6 +139,33 @@ def test_autocast_may_save_what_is_cast_of_a_parameter_and_reduce_gradients_befo
     assert 0.4 * trial.seconds < least <= trial.seconds
 
 
+@pytest.mark.parametrize("fields", ["zero=1", "schedule=interleaved,chunks=2", "schedule=zb_h1"])
+def test_a_short_step_tells_in_which_type_gradients_are_summed(fields):
+    found, standing = evaluator(1e9, "amp"), Standing()
+    before, least, trial = bound_and_trial(found, f"dp=4,pp=2,microbatches=4,stages=layers,{fields}")
+    found.probed(trial.plan, standing)
+    after, learnt = found.bound(trial.plan, standing), found.least_bytes(trial.plan, standing)
+    assert 1.1 * before < after <= trial.seconds
+    assert least < 0.9 * trial.peak and 0.8 * trial.peak < learnt <= trial.peak
+
+
+def test_a_short_step_tells_how_often_parameters_are_gathered():
+    found, standing = evaluator(1e6, "amp"), Standing()
+    before, _, trial = bound_and_trial(found, "dp=4,tp=2,zero=3,microbatches=4,remat=full")
+    found.probed(trial.plan, standing)
+    assert before < 0.7 * trial.seconds
+    assert 0.95 * trial.seconds < found.bound(trial.plan, standing) <= trial.seconds
+
+
+def test_plans_are_refused_before_they_are_built_as_they_are_when_they_are():
+    found = evaluator(1e9)
+    for sizes in ("dp=2,pp=4,microbatches=2", "pp=8,microbatches=8,stages=default"):
+        plan = Plan.parse(f"{sizes},schedule=interleaved,chunks=2")
+        settled = found.settled(plan, Standing())
+        assert settled is not None and settled.refused and settled == found.trial(plan)
+    assert found.settled(Plan.parse("pp=4,dp=2,microbatches=4"), Standing()) is None
+
+
 @pytest.mark.parametrize("stages", ["layers", "even"])
 def test_layers_teach_those_whose_backward_passes_are_in_two_halves(stages):
     found, standing = evaluator(1e10), Standing()

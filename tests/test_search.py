@@ -21,6 +21,7 @@ from distsim.plan_search import SearchRun, describe, parse_sets, search
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.run import FixedModel
 from distsim.plan_search.space import PlanSpace
+from distsim.plan_search.trial import TOO_LARGE
 from distsim.report.figures import StepFigures
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
@@ -237,6 +238,19 @@ def test_what_is_given_goes_before_what_is_sensible():
     assert {plan.schedule for plan in space("schedule=*,pp=2").plans} > {"zb_h1", "dualpipe", "gpipe"}
     assert {8 // plan.dp // plan.microbatches for plan in space("microbatch_size=2").plans} == {2}
     assert {plan.microbatches for plan in space("microbatches=4,dp=1|2").plans} == {4}
+
+
+def test_what_may_nearly_fit_is_tried_though_bounds_discard_it():
+    step = differentiate(add_loss(load_model(WIDE, 16)), Adam())
+    fields = "dp=2,pp=2,microbatches=4,stages=layers,remat="
+    plans = [Plan.parse(f"{fields}{remat}") for remat in ("none", "full")]
+    saving, _ = search(step, topology_of(4), plans).trials
+    problem = SearchProblem(FixedModel(step), topology_of(4, memory=0.93 * saving.peak), KERNELS["eager"])
+    evaluator, standing = PlanEvaluator(problem), Standing()
+    evaluator.probed(plans[0], standing)
+    assert evaluator.discarded(plans[0], standing) == TOO_LARGE
+    found = search(step, problem.topology, plans, top=1)
+    assert found.best.plan == plans[1] and [trial.plan for trial in found.nearly] == plans[:1]
 
 
 @pytest.mark.parametrize("sets", ["tp=16", "remat=all", "sp=on,tp=1", "ep=3", "zero=7", "dp=16"])
