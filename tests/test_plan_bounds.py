@@ -157,6 +157,32 @@ def test_a_short_step_tells_how_often_parameters_are_gathered():
     assert 0.95 * trial.seconds < found.bound(trial.plan, standing) <= trial.seconds
 
 
+@pytest.mark.parametrize("layers", [24, 48])
+def test_reductions_longer_than_backward_passes_hold_these_up(layers):
+    """Where each layer is reduced for 1.6 times as long as it computes backward, what is between layers, and
+    what they compute of parameters, goes on beside that, and counts once."""
+    training = differentiate(
+        add_loss(load_model(f"gpt:layers={layers},hidden=32,heads=4,vocab=16,seq=32", 128)), SGD()
+    )
+    device = Device(0, "gpu", throughput=1e13, dram_bandwidth=1e10, memory=float("inf"))
+    plan = Plan.parse("dp=2,microbatches=64,zero=2,bucket=52kB")
+
+    def probed(bandwidth):
+        topology = Topology.hierarchical(device, 2, [Level("link", Link(bandwidth))])
+        found = PlanEvaluator(SearchProblem(FixedModel(training), topology, KERNELS["ops"]))
+        standing = Standing()
+        found.probed(plan, standing)
+        return found, standing
+
+    known = probed(1e9)[0].known(plan, probed(1e9)[1])
+    work = known.layers
+    computed = work.layer - (work.forward + work.waiting) / layers + known.sums + known.extras.beside
+    found, standing = probed(known.extras.reduced / 2 / (1.6 * computed))
+    fast, unhindered = probed(1e12)
+    bound, trial = found.bound(plan, standing), found.trial(plan)
+    assert 1.2 * fast.bound(plan, unhindered) < bound <= trial.seconds and bound > 0.93 * trial.seconds
+
+
 def test_plans_are_refused_before_they_are_built_as_they_are_when_they_are():
     found = evaluator(1e9)
     for sizes in ("dp=2,pp=4,microbatches=2", "pp=8,microbatches=8,stages=default"):

@@ -19,7 +19,7 @@ from distsim.errors import DistsimError, PlanError
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
-from distsim.plan_search.bounds.layer_figures import LayerTraffic, LayerWork, StageWork
+from distsim.plan_search.bounds.layer_figures import LayerExtras, LayerWork, StageWork
 from distsim.plan_search.bounds.layer_probe import LayerProbes, probe_of
 from distsim.plan_search.bounds.layer_work import is_product, layer_work
 from distsim.plan_search.bounds.pipeline_bounds import layers_counted
@@ -63,7 +63,7 @@ class Standing:
     """What is known while plans are tried: the best objectives so far; the seconds of products, and of those
     in ``forward`` passes of layers, by key; and what is known of layers, of stages, of the bytes that layers
     save, and that are ``pending`` between halves, of the seconds of the ``sums`` of their gradients, and of
-    what ranks send for them, each by its own."""
+    their ``extras``, each by its own."""
 
     best: list[float] = field(default_factory=list[float])
     work: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
@@ -75,7 +75,7 @@ class Standing:
     saved: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     pending: dict[Hashable, int] = field(default_factory=dict[Hashable, int])
     sums: dict[Hashable, float] = field(default_factory=dict[Hashable, float])
-    traffic: dict[Hashable, LayerTraffic] = field(default_factory=dict[Hashable, LayerTraffic])
+    extras: dict[Hashable, LayerExtras] = field(default_factory=dict[Hashable, LayerExtras])
 
     def worst(self, top: int) -> float:
         """Return the objective that one of the best plans has to reach."""
@@ -86,7 +86,7 @@ class Standing:
         seconds = dict(self.work), dict(self.forward)
         held = dict(self.saved), dict(self.pending)
         kept = dict(self.layers), dict(self.stages), *held, dict(self.sums)
-        return Standing(list(self.best), *seconds, *kept, dict(self.traffic))
+        return Standing(list(self.best), *seconds, *kept, dict(self.extras))
 
 
 class PlanEvaluator:
@@ -166,8 +166,8 @@ class PlanEvaluator:
         sums = standing.sums.get(keys.sums, 0.0)
         halves = keys.layers_undivided and cuts_layers(plan)
         pending = standing.pending.get(keys.saved, 0) if halves else 0
-        traffic = standing.traffic.get(keys.traffic, LayerTraffic())
-        return PlanKnowledge(products, busy, layers, saved, stages, keys.whole, sums, pending, traffic)
+        extras = standing.extras.get(keys.extras, LayerExtras())
+        return PlanKnowledge(products, busy, layers, saved, stages, keys.whole, sums, pending, extras)
 
     def bound(self, plan: Plan, standing: Standing) -> float:
         """Return the least that the objective of a plan can be."""
@@ -209,6 +209,16 @@ class PlanEvaluator:
         if self.least_bytes(plan, standing) > self.usable:
             return TOO_LARGE
         return SLOWER if self.bound(plan, standing) > standing.worst(self.problem.top) else ""
+
+    def nearest(self, plans: Iterable[Plan], standing: Standing) -> list[Plan]:
+        """Return the plans that may fit but for :data:`NEARLY`, and be of the best then, the best first."""
+        most, worst = (1 + NEARLY) * self.usable, standing.worst(self.problem.top)
+        bounds = [
+            (bound, place, plan)
+            for place, plan in enumerate(plans)
+            if self.least_bytes(plan, standing) <= most and (bound := self.bound(plan, standing)) <= worst
+        ]
+        return [plan for _, _, plan in sorted(bounds)]
 
     def settled(self, plan: Plan, standing: Standing) -> PlanTrial | None:
         """Return what becomes of a plan that need not be tried: it is discarded, or refused for its sizes."""
@@ -258,7 +268,7 @@ class PlanEvaluator:
         if probe is None or len(self._kinds) > 1 or self.problem.model(probe) is not function:
             return None
         told, asked = self.keys(probe), keys.layers_undivided or keys.layers
-        known = self.knows_layers(plan, standing) and keys.traffic in standing.traffic
+        known = self.knows_layers(plan, standing) and keys.extras in standing.extras
         layers = told.layers == asked and not known
         if not layers and not (told.work == keys.work and keys.work not in standing.work):
             return None
@@ -292,8 +302,8 @@ class PlanEvaluator:
         else:
             for key in (keys.work, keys.own_work):
                 standing.work[key] = min(made.work, standing.work.get(key, made.work))
-        known = standing.traffic.get(keys.traffic, made.traffic)
-        standing.traffic[keys.traffic] = known.least(made.traffic)
+        known = standing.extras.get(keys.extras, made.extras)
+        standing.extras[keys.extras] = known.least(made.extras)
         if made.sums and plan.microbatches > 2:
             standing.sums[keys.sums] = min(made.sums, standing.sums.get(keys.sums, made.sums))
         if made.layers:

@@ -21,14 +21,13 @@ from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.evaluation import (
-    NEARLY,
     OBJECTIVES,
     ModelOf,
     PlanEvaluator,
     SearchProblem,
     Standing,
 )
-from distsim.plan_search.journal import TrialJournal, digest_of
+from distsim.plan_search.journal import JournalWriter, TrialJournal, digest_of
 from distsim.plan_search.ordering import PlanQueue
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.searched_step import SearchedStep
@@ -179,8 +178,7 @@ class SearchRun:
                 queue.put_back([plan for plan in chosen if str(plan) not in found], standing)
         finally:
             workers.close()
-        for plan in self._near(found, evaluator, standing):
-            found[str(plan)] = known.get(str(plan)) or evaluator.trial(plan)
+        found |= self._near(known, found, evaluator, standing)
         best = sorted([t for t in found.values() if t.fits], key=evaluator.objective)[: self.problem.top]
         for trial in best:
             if not trial.parts:  # it was tried in a search of which fewer plans were wanted
@@ -203,20 +201,26 @@ class SearchRun:
         return own
 
     def _near(
-        self, found: Mapping[str, PlanTrial], evaluator: PlanEvaluator, standing: Standing
-    ) -> Sequence[Plan]:
-        """Return those of the plans that are too large that may nearly fit, and be fastest if they did."""
+        self,
+        known: Mapping[str, PlanTrial],
+        found: Mapping[str, PlanTrial],
+        evaluator: PlanEvaluator,
+        standing: Standing,
+    ) -> dict[str, PlanTrial]:
+        """Return what becomes of plans that are too large, may nearly fit, and be fastest if they did."""
         if self.problem.objective != "time":
-            return ()
-        most, worst = (1 + NEARLY) * evaluator.usable, standing.worst(self.problem.top)
-        near = [plan for plan in self.plans if found[str(plan)].discarded == TOO_LARGE]
-        for most_tried in (PROBED, NEAR):  # of the first it is found out what their layers do
-            near = [plan for plan in near if evaluator.least_bytes(plan, standing) <= most]
-            bounds = sorted([(evaluator.bound(plan, standing), place) for place, plan in enumerate(near)])
-            near = [near[place] for bound, place in bounds[:most_tried] if bound <= worst]
-            for plan in near:
-                evaluator.probed(plan, standing)
-        return near
+            return {}
+        large = [plan for plan in self.plans if found[str(plan)].discarded == TOO_LARGE]
+        for plan in evaluator.nearest(large, standing)[:PROBED]:
+            evaluator.probed(plan, standing)
+        near = evaluator.nearest(large, standing)[:NEAR]
+        tried = {str(plan): known.get(str(plan)) or evaluator.trial(plan) for plan in near}
+        if self.journal is not None:
+            writer = JournalWriter(self.journal)
+            for text in tried.keys() - known.keys():
+                writer.append(tried[text])
+            writer.close()
+        return tried
 
     def _unsuited(self, plan: Plan) -> str:
         """Return why there is no such model as a plan divides, if there is none."""

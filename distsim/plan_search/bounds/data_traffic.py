@@ -26,7 +26,7 @@ from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.ir import Function, Op, Role, Tensor, Topology, Value
 from distsim.plan import Plan
 from distsim.plan.buckets import buckets_of
-from distsim.plan_search.bounds.layer_figures import LayerTraffic, LayerWork
+from distsim.plan_search.bounds.layer_figures import LayerExtras, LayerWork
 from distsim.transforms.op_graph import numbered
 
 
@@ -84,7 +84,7 @@ class DataTraffic:
         again = {v for v in (again & read) - casts - first if isinstance(v.type, Tensor) and v.type.rank > 1}
         return DataTraffic(sum(sizes[v] for v in read), sum(sizes[v] for v in again), updated, gradients)
 
-    def of_layers(self, layer: LayerTraffic, layers: int, plan: Plan) -> DataTraffic:
+    def of_layers(self, layer: LayerExtras, layers: int, plan: Plan) -> DataTraffic:
         """Return that of a plan under which it is known what so many layers send."""
         every = layers * plan.tp
         summed = layer.reduced if plan.zero > 1 else layer.sums
@@ -132,10 +132,13 @@ def _is_told(plan: Plan) -> bool:
 
 def reduced_late(plan: Plan, topology: Topology, layers: LayerWork, nbytes: float, computed: float) -> float:
     """Return by how much the reductions of so many bytes, a layer's gradients, are longer than its backward
-    pass and what else is ``computed`` in it, where those of each microbatch end its pass."""
+    pass and what else is ``computed`` in it, where those of each microbatch end its pass.
+
+    Products outside of layers may follow the last of these, and run beside what is left to reduce.
+    """
     if not _is_told(plan) or not layers.layer or plan.zero < 2 or plan.overlap_grads == "off":
         return 0.0
-    backward = layers.layer - (layers.forward + layers.waiting) / layers.layers
+    backward = layers.layer - (layers.forward + layers.waiting - layers.outside) / layers.layers
     return max(_slownesses(plan, topology)[1] * nbytes - backward - computed, 0.0)
 
 

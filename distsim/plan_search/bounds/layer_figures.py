@@ -45,8 +45,10 @@ class LayerPassage(NamedTuple):
         return self.forward + self.backward
 
 
-class LayerTraffic(NamedTuple):
-    """Bytes of a layer on a rank, before they are divided over those that have the same: of parameters that a
+class LayerExtras(NamedTuple):
+    """What of a layer depends on more of a plan than how it divides a microbatch.
+
+    Bytes on a rank, before they are divided over those that have the same: of parameters that a
     microbatch has ``gathered``, of gradients that it has ``reduced`` over these ranks, of the sums of
     gradients that are ``held`` from one to the next, and of ``sums`` that are reduced once a step. And the
     seconds by which its calls are longer with all that they compute of parameters, as casts, and of what no
@@ -58,9 +60,9 @@ class LayerTraffic(NamedTuple):
     sums: float = 0.0
     beside: float = 0.0
 
-    def least(self, other: LayerTraffic) -> LayerTraffic:
+    def least(self, other: LayerExtras) -> LayerExtras:
         """Return what holds of both."""
-        return LayerTraffic(*map(min, self, other))
+        return LayerExtras(*map(min, self, other))
 
 
 class LayerWork(NamedTuple):
@@ -77,8 +79,8 @@ class LayerWork(NamedTuple):
     compute; the ``stages`` count for how long layers of theirs wait for each other. ``backward`` are the
     seconds of products in backward passes of layers, ``outside`` those of products outside of layers.
     ``pending`` are bytes of all layers that are held between
-    two halves of a backward pass, if it is made in halves; ``halves`` is what a layer takes then. ``traffic``
-    is what a layer has data-parallel ranks send.
+    two halves of a backward pass, if it is made in halves; ``halves`` is what a layer takes then. ``extras``
+    are what more of a plan than that decides of a layer.
     """
 
     seconds: float
@@ -97,7 +99,7 @@ class LayerWork(NamedTuple):
     outside: float = 0.0
     pending: int = 0
     halves: HalfWork | None = None
-    traffic: LayerTraffic = LayerTraffic()
+    extras: LayerExtras = LayerExtras()
 
     @property
     def work(self) -> float:
@@ -155,7 +157,7 @@ class LayerWork(NamedTuple):
             min(self.outside, other.outside),
             min(self.pending, other.pending) or max(self.pending, other.pending),
             _least_half(self.halves, other.halves),
-            self.traffic.least(other.traffic),
+            self.extras.least(other.extras),
         )
 
 

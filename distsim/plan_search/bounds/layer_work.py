@@ -24,8 +24,8 @@ from typing import NamedTuple
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Value
+from distsim.plan_search.bounds.layer_extras import hands_on, layer_extras
 from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
-from distsim.plan_search.bounds.layer_traffic import hands_on, layer_traffic
 from distsim.plan_search.bounds.saved_bytes import saved_bytes
 from distsim.plan_search.bounds.spans import LayerSpan, Passage, Spans, is_product
 from distsim.program.block import Block
@@ -80,7 +80,7 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         _layer_sums([stage.backward for stage in program.stages], passes, spans),
         behind.products,
         outside,
-        traffic=layer_traffic(
+        extras=layer_extras(
             [(stage, forward.layers) for stage, (forward, _) in zip(program.stages, passes, strict=True)],
             (ahead.whole - ahead.seconds + behind.whole - behind.seconds) / layers if layers else 0.0,
         ),

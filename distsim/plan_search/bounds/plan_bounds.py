@@ -44,7 +44,7 @@ from distsim.ops import Signature, Work, signature_of, work
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.buckets import buckets_of
 from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, reduced_late, sends_at_once
-from distsim.plan_search.bounds.layer_figures import LayerTraffic, LayerWork, StageWork
+from distsim.plan_search.bounds.layer_figures import LayerExtras, LayerWork, StageWork
 from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.bounds.pipeline_bounds import (
     HeldParts,
@@ -71,7 +71,7 @@ class PlanKnowledge(NamedTuple):
     ``busy``; of its ``layers``; the bytes that these have ``saved``; and of each of its ``stages``. 0, None
     and nothing: not known. ``whole``: whether stages begin between layers. ``sums`` are the seconds for which
     a microbatch but the first adds the gradients of a layer to sums. ``pending`` are bytes that layers hold
-    between halves of a backward pass, ``traffic`` is what a layer has data-parallel ranks send.
+    between halves of a backward pass, ``extras`` are those of a layer.
     """
 
     products: float = 0.0
@@ -82,7 +82,7 @@ class PlanKnowledge(NamedTuple):
     whole: bool = False
     sums: float = 0.0
     pending: int = 0
-    traffic: LayerTraffic = LayerTraffic()
+    extras: LayerExtras = LayerExtras()
 
 
 class HeldBytes(NamedTuple):
@@ -244,18 +244,19 @@ class PlanBounds:
         layers = known.layers or self._least_work(plan)
         # A mean over microbatches: the first begins the sums.
         beside, sums = 0.0, known.sums
-        if layers and not splits_backward(plan):  # in two halves other calls compute them
-            between = layers.passage.between if layers.passage else 0.0
-            beside = max(known.traffic.beside - between, 0.0)
         if layers:
-            sums += reduced_late(plan, self.topology, layers, known.traffic.reduced, known.sums + beside)
+            between = layers.passage.between if layers.passage else 0.0
+            # In two halves other calls compute them. What is between layers may be no more than that.
+            beside = 0.0 if splits_backward(plan) else max(known.extras.beside - between, 0.0)
+            computed = known.sums + beside + between
+            sums += reduced_late(plan, self.topology, layers, known.extras.reduced, computed)
         sums = beside + (sums * (count - 1) / count if _has_flush(plan.schedule) else 0.0)
         added = sums * layers.layers if layers else 0.0
         passage = layers.passage if layers and known.whole and runs_alone(plan) else None
         if passage and layers:  # of a stage that begins between layers all but the first follow another one
             added += passage.between * max(layers.layers - plan.num_stages, 0)
         busy = max(least, known.products, known.busy, layers.seconds if layers else 0.0)
-        traffic = self._traffic.of_layers(known.traffic, self.layers, plan)
+        traffic = self._traffic.of_layers(known.extras, self.layers, plan)
         sent = traffic.seconds(plan, self.topology) if _has_flush(plan.schedule) else NO_TRAFFIC
         found = max((busy + added) * count / plan.pp + sent.exposed, sent.busy)
         if plan.pp == 1:
@@ -272,7 +273,7 @@ class PlanBounds:
         traffic = self._layer_traffic
         if traffic is None or not _has_flush(plan.schedule):
             return 0.0
-        traffic = traffic.of_layers(known.traffic, self.layers, plan)
+        traffic = traffic.of_layers(known.extras, self.layers, plan)
         return traffic.seconds_after(plan, self.topology) / self.layers
 
     def _least_work(self, plan: Plan) -> LayerWork | None:
@@ -338,7 +339,7 @@ class PlanBounds:
     def _parts(self, held: HeldBytes, plan: Plan, known: PlanKnowledge) -> HeldParts:
         """Return what a plan leaves on the ranks of a pipeline of what is held, of gradients as much as is
         known to be held of layers."""
-        layered = self.layers * plan.tp * plan.ep * known.traffic.held if plan.zero < 2 else 0.0
+        layered = self.layers * plan.tp * plan.ep * known.extras.held if plan.zero < 2 else 0.0
         return _divided(held._replace(gradients=max(held.gradients, int(layered))), plan)
 
     def _saved(self, plan: Plan, known: PlanKnowledge) -> float:

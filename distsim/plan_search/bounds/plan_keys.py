@@ -20,7 +20,7 @@ class PlanKeys(NamedTuple):
     (``own_work``): a stage may begin where one kernel runs two products else. Of those of a plan that divides
     alike and ``saves`` all, and of the layers of that; of its ``layers`` and ``stages``, None where that is
     not known before it is built, and of layers whose backward passes are not in two halves where its own are;
-    of what layers have ``saved``; of their ``sums``; and of what ranks send for them (``traffic``).
+    of what layers have ``saved``; of their ``sums``; and of their ``extras``.
     ``whole``: whether stages begin between layers, as far as that is known before.
     """
 
@@ -33,7 +33,7 @@ class PlanKeys(NamedTuple):
     stages: Hashable
     saved: Hashable
     sums: Hashable
-    traffic: Hashable
+    extras: Hashable
     whole: bool
 
     @staticmethod
@@ -66,7 +66,7 @@ class PlanKeys(NamedTuple):
             _stages_key(plan, layers, kernels.interiors),
             _saved_key(plan, passes),
             _sums_key(undivided, plan),
-            _traffic_key(undivided, plan),
+            _extras_key(undivided, plan),
             whole,
         )
 
@@ -99,8 +99,9 @@ def _sums_key(layers: Hashable, plan: Plan) -> Hashable:
     return layers, *((plan.bucket, (ranks, plan.zero_ranks) if plan.zero > 1 else ()) if ranks > 1 else ())
 
 
-def _traffic_key(layers: Hashable, plan: Plan) -> Hashable:
-    """Return what ranks that have the same parameters send for a layer depends on, beside ``layers``."""
+def _extras_key(layers: Hashable, plan: Plan) -> Hashable:
+    """Return what the extras of a layer depend on, beside ``layers``: not on how many ranks there are, since
+    what these pad counts as nothing, and no bucket changes what is sent all together."""
     gathers = (plan.reshard, plan.resharding) if plan.zero == 3 else ()
     sums = plan.bucket, plan.overlap_grads, plan.overlap_params, plan.microbatches > 1
     return layers, plan.zero if plan.zero > 1 else 0, plan.zero_ranks, gathers, sums

@@ -96,7 +96,8 @@ def _added(ops: Sequence[Op], outputs: Sequence[Value]) -> frozenset[Op]:
 
 def _added_later(ops: Sequence[Op]) -> Sequence[Op]:
     """Return ops with what ranks have reduced of a microbatch added to sums once the next layer is done, or
-    at the end: so that computation goes on meanwhile, and no more than one layer waits to be added.
+    at the end: so that computation goes on meanwhile. The parts of one layer wait to be added, where FSDP
+    adds them at once.
 
     FSDP adds on the stream that reduces (torch/distributed/fsdp/_runtime_utils.py: _post_backward_hook, and
     _fully_shard/_fsdp_collectives.py: foreach_reduce), and DeepSpeed when a backward pass ends

@@ -1,4 +1,4 @@
-"""What data-parallel ranks send each other for a layer, and the sums of its gradients, as a step has them.
+"""What ranks send each other for a layer, and the sums of its gradients, as a step has them.
 
 In which type gradients are summed over ranks, and how often parameters are gathered, is chosen when a step is
 built. What ranks pad, and what a message has besides, counts as nothing, so it is the same for any number of
@@ -12,19 +12,19 @@ from collections.abc import Iterable
 from distsim.ir import Function, Op, Tensor, Value
 from distsim.ops import operator
 from distsim.ops.coalescing import moved_values
-from distsim.plan_search.bounds.layer_figures import LayerTraffic
+from distsim.plan_search.bounds.layer_figures import LayerExtras
 from distsim.program.parts import Stage
 from distsim.transforms.data_parallel.gathers import gathers
 from distsim.transforms.data_parallel.gradient_buckets import is_data_reduction
 
 
-def layer_traffic(stages: Iterable[tuple[Stage, int]], beside: float) -> LayerTraffic:
+def layer_extras(stages: Iterable[tuple[Stage, int]], beside: float) -> LayerExtras:
     """Return that of a layer of stages that have so many each, the least of any; ``beside`` is known."""
     found = [_of_stage(stage, layers) for stage, layers in stages if layers]
     if not found:
-        return LayerTraffic()
+        return LayerExtras()
     gathered, reduced, held, sums = map(min, zip(*found, strict=True))
-    return LayerTraffic(gathered, reduced, held, sums, beside)
+    return LayerExtras(gathered, reduced, held, sums, beside)
 
 
 def _of_stage(stage: Stage, layers: int) -> tuple[float, float, float, float]:
@@ -80,7 +80,7 @@ def hands_on(op: Op) -> bool:
     return meaning.view or meaning.communication is not None or op.op_type in _SAME
 
 
-_SAME = ("Cast", "GradientCast", "GradientCopy", "ScaleGradient", "Pad", "CopyIn")
+_SAME = ("AverageGradients", "Cast", "CopyIn", "GradientCast", "GradientCopy", "Pad", "ScaleGradient")
 
 
 def _moved(op: Op) -> Iterable[tuple[Value, Value]]:
