@@ -52,6 +52,7 @@ def test_the_problems_are_of_every_model():
     assert {exhaustive.Random(seed).choice([*exhaustive.MODELS]) for seed in SEEDS} == {*exhaustive.MODELS}
 
 
+@pytest.mark.usefixtures("collect")  # which makes it cheap to collect often
 def test_what_is_kept_of_plans_is_forgotten_when_it_takes_too_much():
     problem = SearchProblem(FixedModel(model("mlp")), topology_of(4), KERNELS["eager"])
     plans = [Plan.parse(text) for text in ("dp=4", "tp=4", "dp=2,tp=2,remat=full", "tp=2,pp=2")]
