@@ -17,11 +17,12 @@ from training_models import (
     topology_of,
 )
 
-from distsim.compose import build_program
+from distsim.compose import build_program, parallelize
 from distsim.cost.cost_model import collective_of
 from distsim.errors import PlanError, TypeRuleError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import collective_time
+from distsim.importer import load_model
 from distsim.ir import Float, Float32, FunctionMaker, Tensor, all_ops
 from distsim.models import gpt
 from distsim.ops import operator, signature_of
@@ -34,8 +35,9 @@ from distsim.simulation.events import engine as events
 from distsim.simulation.tasks import recurrence
 from distsim.simulation.tasks.task_table import lower
 from distsim.study.choices import Choices
-from distsim.transforms import Adam, differentiate, precision_named
+from distsim.transforms import Adam, add_loss, differentiate, precision_named
 from distsim.transforms.kernels import KERNELS
+from distsim.transforms.kernels.attention import set_attention
 
 
 def assert_right(program: Program, inputs, expected) -> None:
@@ -295,6 +297,18 @@ def test_the_next_layer_computes_while_what_a_microbatch_has_made_is_reduced(fie
     )
     reduced = [span for span in slow.spans() if span.op.op_type == "MPIReduceScatter"]
     assert slow.step_time - at_once.step_time < 0.5 * sum(span.end - span.start for span in reduced)
+
+
+def test_sums_of_what_ranks_have_not_reduced_wait_for_nothing():
+    """Where layers are cut, gradients of keys and values are reduced over cp beside those of weights."""
+    llama = load_model("llama:layers=3,hidden=64,heads=4,kv_heads=4,vocab=64,seq=16", 8)
+    joint = differentiate(add_loss(set_attention(llama, "flash")), Adam())
+    orders: list[list[str]] = []
+    for overlap in ("on", "off"):
+        plan = Plan.parse(f"cp=2,pp=6,microbatches=8,stages=even,overlap_grads={overlap}")
+        program = parallelize(joint, plan, topology_of(plan.devices))
+        orders.append([op.op_type for op in program.stages[2].backward.accumulating.ops])
+    assert "MPIReduceScatter" in orders[0] and "AccumulateInto" in orders[0] and orders[0] == orders[1]
 
 
 def test_parameters_are_gathered_while_the_first_forward_pass_runs():

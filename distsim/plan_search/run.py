@@ -20,13 +20,7 @@ from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
-from distsim.plan_search.evaluation import (
-    OBJECTIVES,
-    ModelOf,
-    PlanEvaluator,
-    SearchProblem,
-    Standing,
-)
+from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.journal import JournalWriter, TrialJournal, digest_of
 from distsim.plan_search.ordering import PlanQueue
 from distsim.plan_search.results import SearchResult

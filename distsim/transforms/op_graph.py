@@ -309,6 +309,21 @@ def is_sum(op: Op) -> bool:
     return op.op_type == "Accumulate"
 
 
+def hands_on(op: Op) -> bool:
+    """Whether an op moves what it is given, or gives it another name."""
+    meaning = operator(op.op_type)
+    return not op.is_call and (meaning.view or meaning.communication is not None)
+
+
+def hands_on_gradient(op: Op) -> bool:
+    """Whether an op makes of a gradient the same one: moved, of another type or shape, copied or scaled."""
+    return hands_on(op) or op.op_type in _SAME_GRADIENT
+
+
+_COPIES = ("CopyIn", "GradientCopy", "Pad")
+_SAME_GRADIENT = (*_COPIES, "AverageGradients", "Cast", "GradientCast", "ScaleGradient")
+
+
 def early_sums(function: Numbered) -> dict[int, int]:
     """Return the sums over microbatches on which work within a microbatch depends, and one such op each.
 

@@ -16,6 +16,7 @@ from distsim.plan_search.bounds.layer_figures import LayerExtras
 from distsim.program.parts import Stage
 from distsim.transforms.data_parallel.gathers import gathers
 from distsim.transforms.data_parallel.gradient_buckets import is_data_reduction
+from distsim.transforms.op_graph import hands_on_gradient
 
 
 def layer_extras(stages: Iterable[tuple[Stage, int]], beside: float) -> LayerExtras:
@@ -50,7 +51,7 @@ def _sent(function: Function, known: dict[Value, int]) -> tuple[dict[Value, int]
     for op in function.ops:
         if op.is_call:
             elements.update((value, _size(value)) for value in op.outputs)
-        elif hands_on(op):
+        elif hands_on_gradient(op):
             for value, made in _moved(op):
                 if value in elements:
                     elements[made] = elements[value]
@@ -65,22 +66,13 @@ def _gathered(function: Function) -> float:
     for op in reversed(function.ops):
         if op.is_call:
             elements.update((value, _size(value)) for value in op.inputs)
-        elif hands_on(op):
+        elif hands_on_gradient(op):
             for value, made in _moved(op):
                 if made in elements and gathers(op):
                     total += elements[made] * _width(made)
                 elif made in elements:
                     elements.setdefault(value, elements[made])
     return total
-
-
-def hands_on(op: Op) -> bool:
-    """Whether an op makes of a value the same one: of another type, elsewhere, or of another shape."""
-    meaning = operator(op.op_type)
-    return meaning.view or meaning.communication is not None or op.op_type in _SAME
-
-
-_SAME = ("AverageGradients", "Cast", "CopyIn", "GradientCast", "GradientCopy", "Pad", "ScaleGradient")
 
 
 def _moved(op: Op) -> Iterable[tuple[Value, Value]]:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Value
-from distsim.plan_search.bounds.layer_extras import hands_on, layer_extras
+from distsim.plan_search.bounds.layer_extras import layer_extras
 from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
 from distsim.plan_search.bounds.saved_bytes import saved_bytes
 from distsim.plan_search.bounds.spans import LayerSpan, Passage, Spans, is_product
@@ -33,6 +33,7 @@ from distsim.program.program import Program
 from distsim.schedule import FLUSH
 from distsim.simulation.maxplus.block_links import block_links
 from distsim.simulation.tasks.program_ranks import program_ranks
+from distsim.transforms.op_graph import hands_on_gradient
 
 
 def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
@@ -181,7 +182,7 @@ def _layer_sums(
         for op in () if block.accumulating is None else block.accumulating.ops:
             if op.op_type == "AccumulateInto" and op.inputs[1] in made:
                 total += spans.op_seconds(op)
-            if op.is_call or (hands_on(op) and not made.isdisjoint(op.inputs)):
+            if op.is_call or (hands_on_gradient(op) and not made.isdisjoint(op.inputs)):
                 made.update(op.outputs)
         found.append(total / forward.layers)
     return min(found, default=0.0)

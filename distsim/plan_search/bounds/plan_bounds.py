@@ -15,9 +15,9 @@ of how many a rank has a whole number, or, where one of the same stages was buil
 what each of these takes (:mod:`distsim.plan_search.bounds.pipeline_bounds`).
 
 **Bytes.** Parameters and state that are read are held all step, divided by no more than the ranks of tp and
-pp (with experts also of ep), and by those of dp and cp where ``zero`` divides them. With several
-microbatches, one stage a rank and undivided gradients, the sums of the gradients of a rank are all held when
-its last microbatch begins backward. The fullest rank holds at least the mean.
+pp (with experts also of ep), and by those of dp and cp where ``zero`` divides them. Sums of gradients that
+are not divided are held of each stage from its first microbatch until its last one; when, beside how many
+microbatches in flight, the schedule says. The fullest rank holds at least the mean.
 
 The layers save of a microbatch at least what no kernel makes again, and no policy of recomputation, divided
 by all ranks (:mod:`distsim.plan_search.bounds.saved_bytes`); where a plan of the same layers was built, it is
@@ -242,7 +242,6 @@ class PlanBounds:
         count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers = known.layers or self._least_work(plan)
-        # A mean over microbatches: the first begins the sums.
         beside, sums = 0.0, known.sums
         if layers:
             between = layers.passage.between if layers.passage else 0.0
@@ -250,6 +249,7 @@ class PlanBounds:
             beside = 0.0 if splits_backward(plan) else max(known.extras.beside - between, 0.0)
             computed = known.sums + beside + between
             sums += reduced_late(plan, self.topology, layers, known.extras.reduced, computed)
+        # A mean over microbatches: the first begins the sums.
         sums = beside + (sums * (count - 1) / count if _has_flush(plan.schedule) else 0.0)
         added = sums * layers.layers if layers else 0.0
         passage = layers.passage if layers and known.whole and runs_alone(plan) else None

@@ -14,6 +14,7 @@ from distsim.ir.value import Value
 from distsim.ops import operator
 from distsim.ops.clipping import sums_squares
 from distsim.ops.kernel import MULTI_TENSOR
+from distsim.transforms.op_graph import hands_on
 
 _MOST_TENSORS = (110, 64, 48, 36, 30)
 """Tensors a launch, by the number of lists: aten/src/ATen/native/cuda/MultiTensorApply.cuh,
@@ -71,7 +72,7 @@ def sums_of_squares(ops: Sequence[Op]) -> set[int]:
     for place, op in enumerate(ops):
         if place in adds and not numbers.isdisjoint(op.inputs):
             sums.add(place)
-        elif op.op_type != "SquareSum" and (numbers.isdisjoint(op.inputs) or not _hands_on(op)):
+        elif op.op_type != "SquareSum" and (numbers.isdisjoint(op.inputs) or not hands_on(op)):
             continue
         numbers.update(op.outputs)
     return sums
@@ -86,10 +87,4 @@ def _is_of_step(op: Op) -> bool:
     """Whether an op may stand between the gradients and the new parameters."""
     if op.is_call:
         return all(part.op_type in MULTI_TENSOR for part in op.callee.ops)
-    return op.op_type in MULTI_TENSOR or op.op_type == "GradientFactor" or _hands_on(op)
-
-
-def _hands_on(op: Op) -> bool:
-    """Whether an op moves numbers, or gives them another name."""
-    meaning = operator(op.op_type)
-    return not op.is_call and (meaning.view or meaning.communication is not None)
+    return op.op_type in MULTI_TENSOR or op.op_type == "GradientFactor" or hands_on(op)

@@ -6,9 +6,10 @@ from collections.abc import Hashable, Sequence
 
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import shared_name
+from distsim.ops import operator
 from distsim.program.block import Block
 from distsim.transforms.data_parallel.gradient_buckets import is_data_reduction
-from distsim.transforms.op_graph import Numbered, is_sum
+from distsim.transforms.op_graph import Numbered, hands_on_gradient, is_sum
 
 Group = tuple[Sequence[int], tuple[int, ...]]
 """Numbers of ops, in order, and of the values that they read and do not make."""
@@ -95,29 +96,30 @@ def _added(ops: Sequence[Op], outputs: Sequence[Value]) -> frozenset[Op]:
 
 
 def _added_later(ops: Sequence[Op]) -> Sequence[Op]:
-    """Return ops with what ranks have reduced of a microbatch added to sums once the next layer is done, or
-    at the end: so that computation goes on meanwhile. The parts of one layer wait to be added, where FSDP
-    adds them at once.
+    """Return ops with what ranks have reduced of a microbatch added to sums when the next reduction follows
+    that something is computed for, mostly a layer, or at the end: so that computation goes on meanwhile. The
+    parts of a layer wait to be added, where FSDP adds them at once.
 
     FSDP adds on the stream that reduces (torch/distributed/fsdp/_runtime_utils.py: _post_backward_hook, and
     _fully_shard/_fsdp_collectives.py: foreach_reduce), and DeepSpeed when a backward pass ends
     (runtime/zero/stage_1_and_2.py: independent_gradient_partition_epilogue).
     """
     reduced, written, waiting = set[Value](), list[Op](), list[Op]()
-    called = False
+    computed = False
     for op in ops:
-        if is_sum(op) and op.inputs[0] in reduced:
-            waiting.append(op)
+        if is_sum(op):
+            (waiting if op.inputs[0] in reduced else written).append(op)
             continue
         if is_data_reduction(op):
-            if called:
+            if computed:
                 written += waiting
                 waiting.clear()
-            called = False
+            computed = False
             reduced.update(op.outputs)
-        elif not op.is_call and not reduced.isdisjoint(op.inputs):
-            reduced.update(op.outputs)
-        called = called or op.is_call
+        elif hands_on_gradient(op):
+            reduced.update(op.outputs if not reduced.isdisjoint(op.inputs) else ())
+        elif op.is_call or operator(op.op_type).computes:
+            computed = True
         written.append(op)
     return [*written, *waiting] if reduced else ops
 
