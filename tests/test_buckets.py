@@ -327,6 +327,21 @@ def test_parameters_are_gathered_while_the_first_forward_pass_runs():
     assert steps["on"] < steps["off"]
 
 
+def test_parameters_of_later_stages_are_gathered_beside_the_stage_before():
+    """Of two stages a rank the second one's travel while the first one computes, after its own."""
+    joint = differentiate(gpt(layers=4, hidden=64, heads=2, seq=16, batch=16, vocab=64), Adam())
+    steps: dict[str, float] = {}
+    for overlap in ("on", "off"):
+        fields = f"dp=2,pp=2,microbatches=4,schedule=interleaved,chunks=2,zero=1,overlap_params={overlap}"
+        program = build_program(joint, mesh_of(2, 1, 2), Plan.parse(fields))
+        simulation = Simulator(CostModel(topology_of(4, gbps=0.5))).simulate(program)
+        spans = [span for span in simulation.spans() if span.op.op_type == "MPIAllgatherInto"]
+        places = {span.path.split("/")[0] for span in spans}
+        assert places == ({"F0@0", "F0@1"} if overlap == "on" else {"U@0", "U@1", "U@2", "U@3"})
+        steps[overlap] = simulation.step_time
+    assert steps["on"] < steps["off"]
+
+
 def test_a_bucket_is_one_message():
     """As long as one of all its bytes; the step of one op agrees in both engines."""
     mesh = mesh_of(4)

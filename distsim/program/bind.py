@@ -75,6 +75,7 @@ class Binder:
         # Without a flush each forward call makes of its version of the weights what else is made once a step.
         ahead = () if self.versions is None else parts.ahead.values()
         self.anew = frozenset([key for block in ahead for key in block.outputs])
+        self.begun = self._begun()
         # Copies of the model are summed first; versions of the weights have their own sums.
         self.ends_early = flush and copies == 1 and bool(parts.early)
         self.calls: dict[tuple[int, int, bool], BoundBlock | None] = {}
@@ -120,6 +121,25 @@ class Binder:
 
     # --- calls ----------------------------------------------------------------------------------------
 
+    def _begun(self) -> dict[int, list[int]]:
+        """Return by stage the stages whose gathers run within its first forward call.
+
+        A rank begins with its own of the first of its stages; those of each further one run beside the stage
+        before it, in which its links are idle (Megatron-LM's ``param_sync_func`` of interleaved schedules).
+        Without a flush a version of the weights is gathered by the stage itself.
+        """
+        of_rank: dict[tuple[int, int], list[int]] = {}
+        for stage, rank in enumerate(self.rank_of):
+            if self.parts.blocks[stage % self.chain][0].outputs:
+                of_rank.setdefault((stage // self.chain, rank), []).append(stage)
+        found: dict[int, list[int]] = {}
+        for stages in of_rank.values():
+            first = stages if self.versions else [stages[0], *stages[:-1]]
+            for stage, at in zip(stages, first, strict=True):
+                if stage % self.chain in self.parts.ahead:
+                    found.setdefault(at, []).append(stage)
+        return found
+
     def part(self, stage: int, kind: Kind) -> Block:
         """Return what an action of a stage runs."""
         return self.parts.part(stage % self.chain, kind)
@@ -133,7 +153,7 @@ class Binder:
         """
         stage, kind = number_of(family), _KINDS[kind_of(family)]
         part = self.part(stage, kind)
-        differs = part.accumulated or (kind is Kind.FORWARD and stage % self.chain in self.parts.ahead)
+        differs = part.accumulated or (kind is Kind.FORWARD and stage in self.begun)
         key = family, place if differs else 0, start
         if key not in self.calls:
             self.calls[key] = self._call(part, stage, kind, key[1], start) if part.outputs else None
@@ -153,17 +173,18 @@ class Binder:
         if adds and part.accumulating is not None:
             reads = (*reads, *map(self.on(rank, ONCE).__getitem__, part.accumulated))
             function, names = part.accumulating, part.accumulating_names
-        ahead = self.parts.ahead.get(stage % self.chain)
-        if ahead is not None and kind is Kind.FORWARD and (self.versions or not place & LATER):
-            made = {key: at for at, key in enumerate(ahead.outputs)}
-            places = tuple([made.get(key.value, -1) for key in reads])
-            begin = beginning(function, ahead.function, places)
-            reads = (*[key for key, at in zip(reads, places, strict=True) if at < 0],)
-            reads += self._reads(ahead.inputs, rank, start)
-            makes += tuple([Key(v, rank, ONCE if self.once(v) else FIRST) for v in ahead.outputs])
-            names = begin.names(names, ahead.names)
+        if kind is Kind.FORWARD and stage in self.begun and (self.versions or not place & LATER):
+            for ahead in [self.parts.ahead[other % self.chain] for other in self.begun[stage]]:
+                made = {key: at for at, key in enumerate(ahead.outputs)}
+                places = tuple([made.get(key.value, -1) for key in reads])
+                begin = beginning(function, ahead.function, places)
+                reads = (*[key for key, at in zip(reads, places, strict=True) if at < 0],)
+                reads += self._reads(ahead.inputs, rank, start)
+                makes += tuple([Key(v, rank, ONCE if self.once(v) else FIRST) for v in ahead.outputs])
+                function, names = begin.function, begin.names(names, ahead.names)
+            begins = tuple([other % self.chain for other in self.begun[stage]])
             return BoundBlock(
-                kind.value, rank, reads, makes, begin.function, names, (stage,), adds=adds, begins=True
+                kind.value, rank, reads, makes, function, names, (stage,), adds=adds, begins=begins
             )
         after = self.parts.early.get(stage % self.chain) if self.ends_early and place & LAST else None
         if after is None or not {*after.inputs} <= {*part.accumulated}:

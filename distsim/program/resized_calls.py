@@ -50,9 +50,10 @@ def _joined(block: BoundBlock, of: Parts, parts: Parts) -> Function | None:
         forward if block.kind == Kind.FORWARD.value else backward
         for forward, backward, _ in (of.blocks[stage], parts.blocks[stage])
     )
-    within, own = ((each.ahead if block.begins else each.early).get(stage) for each in (of, parts))
-    if within is None or own is None or within.function is not own.function:
-        return None
+    for other in block.begins or (stage,):
+        within, own = ((each.ahead if block.begins else each.early).get(other) for each in (of, parts))
+        if within is None or own is None or within.function is not own.function:
+            return None
     before, after = (one.accumulating, two.accumulating) if block.adds else (one.function, two.function)
     likeness = None if after is None else likeness_of(after)
     if likeness is None or likeness.like is not before:

@@ -60,8 +60,8 @@ class BoundBlock:
     microbatches of its key together along dimension ``dim``. ``stages`` are those of its actions, ``pair``
     the blocks of the two that overlap. ``adds``: it adds to sums that were made before; ``ends``: it is the
     last that does, and goes on with what is made of them; ``begins``: it is the first of its stage, and makes
-    what others read besides (:attr:`Block.place`). Stages that do the same share their functions, in which
-    ops have the names of modules alone: ``names`` are those of its ops here.
+    what others read of these stages besides (:attr:`Block.place`). Stages that do the same share their
+    functions, in which ops have the names of modules alone: ``names`` are those of its ops here.
     """
 
     kind: str
@@ -76,7 +76,7 @@ class BoundBlock:
     pair: tuple[BoundBlock, ...] = ()
     adds: bool = False
     ends: bool = False
-    begins: bool = False
+    begins: tuple[int, ...] = ()
 
     @property
     def callee(self) -> Function:

@@ -7,6 +7,7 @@ distsim cannot lay out is refused by the name of the missing feature.
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 
 from distsim.cache import cached
@@ -69,7 +70,12 @@ def case_of(row: Row) -> Case:
     layout = layout_of(row, stack, assumed)
     sizes = sizes_of(row, "megatron" in plain(row, "framework"), layout.plan.tp, assumed)
     if sizes.experts is not None:  # each rank routes its own tokens
-        sizes = replace(sizes, experts=replace(sizes.experts, groups=layout.plan.sequence_parts))
+        routed = replace(sizes.experts, groups=layout.plan.sequence_parts)
+        if re.search(
+            r"\bdeep-?ep\b", f"{plain(row, 'overlap')} {plain(row, 'notes')} {plain(row, 'framework')}"
+        ):
+            routed = replace(routed, dispatcher="deepep")
+        sizes = replace(sizes, experts=routed)
     cluster = cluster_of(row, layout.plan.devices, assumed)
     known = cluster.topology().devices[0].rates.attention(software.attention) is not None
     if software.attention in ATTENTION_KERNELS and not known:

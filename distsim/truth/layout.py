@@ -214,7 +214,12 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
         return f"full{early}" if kind == "uniform" and layers == 1 else f"{kind}:{layers}"
     if every:
         return f"every{early}:{every[1] or every[2]}"
+    if re.search(r"save-dot(-only|-with-no-batch)|\bminimal\b", text):  # XLA's names: products of weights
+        return "ops:MatMul+Gemm+Attention" if re.search(r"attention", text) else "ops:MatMul+Gemm"
     if re.match(r"(selective|sac|attention|core)", text):
+        parts = [name for pattern, name in MODULES if re.search(pattern, text)]
+        if {"norms", "up_projections"} & {*parts}:
+            return f"parts:{'+'.join(parts)}"
         if re.search(r"per-op|\bop\b|matmul", text):
             # torchtitan, _save_list: attention, what tp ranks scatter, and aten.mm, of which each second. Of
             # 8 bits too: a mode of dispatch sees aten.mm of Float8Tensor before it becomes aten._scaled_mm.
@@ -247,7 +252,8 @@ def _sharding(row: Row) -> dict[str, str | int]:
         found["reshard"] = "never"
     for text in (sharding, *plain(row, "notes").split(";")) if zero else ():
         ranks = re.search(
-            r"(hsdp|hybrid-shard|zero-?[123]?) ?(size|over|across|within|group of|[=:(])+ ?([0-9]{1,6})\b",
+            r"(hsdp|hybrid-shard|zero-?[123]?) ?(?:sharded )?"
+            r"(size|over|across|within|group of|[=:(])+ ?([0-9]{1,6})\b",
             text,
         )
         if ranks or re.search(r"hybrid|hsdp", text if text is sharding else ""):
@@ -277,6 +283,14 @@ def _experts(row: Row, degrees: Mapping[str, int], assumed: list[str]) -> dict[s
     return {}
 
 
+MODULES = (
+    (r"norm", "norms"),
+    (r"activations?\b|moe-?act", "activations"),
+    (r"up-?proj", "up_projections"),
+    (r"core-?att|\battention", "attention"),
+)
+"""The modules of Megatron-LM's --recompute-modules, as parts of a layer."""
+
 _SUBJECTS = (
     (r"\btp\b|tensor|async-?tp|wgrad", "tp_overlap"),
     (r"param|fsdp prefetch|gathers?\b", "overlap_params"),
@@ -297,8 +311,9 @@ def _overlap(row: Row, grads: bool, params: bool) -> dict[str, str | int]:
             continue
         for name in [name for pattern, name in _SUBJECTS if re.search(pattern, clause)]:
             if name == "tp_overlap":
-                # Torch's async TP splits products, too.
-                found[name] = "off" if off else "split" if "async" in clause else "on"
+                # Transformer Engine's and torch's split products, too.
+                parts = re.search(r"async|user-?buffer|\btp[- ]comm", clause)
+                found[name] = "off" if off else "split" if parts else "on"
                 break
             if grads if name == "overlap_grads" else params:
                 found[name] = "off" if off else "on"

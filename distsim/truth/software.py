@@ -11,6 +11,10 @@ from distsim.transforms.autodiff.precision import POLICIES, Precision
 from distsim.truth.row import MissingFeatureError, Row, cell, number, plain
 
 FRAMEWORKS = (
+    (r"flash-?att(entio)?n\b.*\btraining", "torch", "fused_loss"),
+    (r"\bllm\.c\b", "megatron", "fused_loss"),
+    (r"aleph ?alpha|hai-llm|\bmeta internal", "megatron", None),
+    (r"sagemaker|\bmics\b", "deepspeed", None),
     ("torchtitan", "torchtitan", None),
     ("nanotron", "nanotron", None),
     ("megatron.*deepspeed", "deepspeed", "fused_deepspeed"),  # the model is Megatron-LM's
@@ -26,7 +30,10 @@ FRAMEWORKS = (
     ("pytorch|torch|transformers|hugging ?face", "plain", None),
 )
 """The stack of a framework whose column has the pattern, the first that fits, and kernels where they are not
-the stack's: those of FSDP are as torchtitan's, block by block; XLA fuses what it compiles."""
+the stack's: those of FSDP are as torchtitan's, block by block; XLA fuses what it compiles. FlashAttention's
+own training scripts, and llm.c, have fused kernels of norms with residuals, of MLPs and of the loss
+(flash-attention, training/README.md; llm.c, llmc/*.cuh); codes in house of 3D parallelism are as Megatron-LM,
+which they descend from or say that they resemble; SageMaker's sharding is MiCS, on DeepSpeed."""
 
 LOSS_COMPILED = "2025-04"
 """Since when torchtitan compiles the loss with the blocks (bbb1b616; 9dec370 of December 2024 says that this
@@ -233,7 +240,7 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
     elif half and not brain:
         policy = POLICIES["mixed_fp16"]
     elif brain or eight:
-        policy = _brain(text, stack)
+        policy = _brain(f"{text} {plain(row, 'overlap')}", stack)
     elif re.search(r"tf-?32", text):
         policy = POLICIES["tf32"]
     elif re.search(r"fp-?32|float-?32|\bsingle\b", text):

@@ -223,7 +223,7 @@ def roles_of_ranks(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[d
 
 def _how(block: BoundBlock) -> int:
     """Return what a block does to sums, as of :class:`RankCalls`."""
-    return LATER * block.adds + LAST * block.ends + BEGINS * block.begins
+    return LATER * block.adds + LAST * block.ends + BEGINS * bool(block.begins)
 
 
 class _Builder:
