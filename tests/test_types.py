@@ -1,6 +1,9 @@
 """Types, literals and attributes: equal by content, hashed, and of the sizes that they say."""
 
+import os
 import pickle
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -114,3 +117,17 @@ def test_attributes_that_print_differently_differ(one, other):
     """Rules are cached by attributes: equal must mean the same to every rule."""
     assert Attributes({"a": one}) != Attributes({"a": other})
     assert Attributes({"a": (one,)}) != Attributes({"a": (other,)})
+
+
+def test_pickled_elsewhere_is_equal_here():
+    """Hashes of strings, and of None, differ between processes: workers of a search have their own."""
+    made = "Tensor(Float(), (2, 3)), Attributes({'axis': 'dp', 'perm': (1, 0)})"
+    code = (
+        "import pickle, sys; from distsim.ir import Float, Tensor; from distsim.ir.value import Attributes; "
+        f"sys.stdout.buffer.write(pickle.dumps(({made})))"
+    )
+    env = {**os.environ, "PYTHONHASHSEED": "1"}
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, env=env)
+    here = (Tensor(Float(), (2, 3)), Attributes({"axis": "dp", "perm": (1, 0)}))
+    there = pickle.loads(run.stdout)
+    assert there == here and hash(there) == hash(here)

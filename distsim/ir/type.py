@@ -161,7 +161,7 @@ class Tensor(Type):
     shape: tuple[int, ...]
     device: Device | Mesh | None = None
     on_host: bool = False
-    _hash: int = 0
+    _hash: int = field(default=0, repr=False)
     _bytes: tuple[int, int] = field(default=(0, 0), repr=False)  # as on_host says, and in whole blocks
 
     if TYPE_CHECKING:
@@ -196,6 +196,10 @@ class Tensor(Type):
 
     def __hash__(self) -> int:
         return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Made anew where it is read: hashes of strings, and of None, differ between processes.
+        return Tensor, (self.dtype, self.shape, self.device, self.on_host)
 
     def __eq__(self, other: object) -> bool:
         if self is other:

@@ -131,6 +131,10 @@ class Attributes(Mapping[str, Any]):
             return True
         return isinstance(other, Attributes) and self._hash == other._hash and self._key == other._key
 
+    def __reduce__(self) -> tuple[object, ...]:
+        # Made anew where it is read: hashes of strings differ between processes.
+        return Attributes, (self._items,)
+
     def __repr__(self) -> str:
         return f"Attributes({self._items})"
 
