@@ -52,9 +52,11 @@ class TrialCosts(CostModel):
         """Seconds of the host on the device as it is tried."""
         return super().launch_seconds(signature, self._device(device))
 
-    def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
+    def slowdown_seconds(
+        self, signature: Signature, group: Group, device: Device, beside: Group = ()
+    ) -> float:
         """Seconds that computation loses on the device as it is tried."""
-        return super().slowdown_seconds(signature, group, self._device(device))
+        return super().slowdown_seconds(signature, group, self._device(device), beside)
 
     def _device(self, device: Device) -> Device:
         found = self._devices.get(device)

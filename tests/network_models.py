@@ -38,7 +38,7 @@ def moves(topology, *wanted):
     for number, (kind, nbytes, place, to) in enumerate(wanted):
         x = maker.add_input_value(f"x{number}", array(nbytes, place))
         maker.add_op(kind, inputs=[x], attributes={"to": to} if kind == "Send" else {"axis": to})
-    return lower(maker.finalize(), CostModel(topology), lockstep=False)
+    return lower(maker.finalize(), CostModel(topology), lockstep=False, contention=True)
 
 
 def sends(topology, *wanted):
@@ -61,4 +61,6 @@ def step(per_port, **sizes):
     function = parallelize(joint, Plan(dp=4, tp=1, pp=2, microbatches=4), topology).to_function()
     types = [v.type.on(topology.devices[0]) if v.type.device is None else v.type for v in function.inputs]
     function, inputs = steady_state_transform(infer_types(function, types))
-    return lower(infer_types(function, inputs), CostModel(topology), lockstep=False), topology
+    return lower(
+        infer_types(function, inputs), CostModel(topology), lockstep=False, contention=True
+    ), topology

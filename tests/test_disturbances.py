@@ -26,7 +26,7 @@ def training(ranks, ops=10, nbytes=4000, lockstep=False):
     for _ in range(ops):
         x = add_grad(maker, x, x)
     maker.add_op("MPIAllreduce", inputs=[x], attributes={"axis": "dp"})
-    return lower(maker.finalize(), CostModel(topology), lockstep=lockstep), topology
+    return lower(maker.finalize(), CostModel(topology), lockstep=lockstep, contention=True), topology
 
 
 def end_of(tasks, **options):

@@ -7,14 +7,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from network_models import ACROSS, GB, INSIDE, array, moves, nodes, seconds, sends, step
 
+from distsim.compose import parallelize
 from distsim.errors import SimulationError
-from distsim.executor import CostModel
+from distsim.executor import CostModel, Simulator
 from distsim.ir import FunctionMaker, Mesh
+from distsim.models import mlp
+from distsim.plan import Plan
 from distsim.simulation.events.disturbances import Disturbances
 from distsim.simulation.events.engine import run
 from distsim.simulation.events.network import Network
 from distsim.simulation.tasks.grid import on_grid
 from distsim.simulation.tasks.task_table import lower
+from distsim.transforms import SGD, differentiate
 
 # --- shared links ------------------------------------------------------------------------------------
 
@@ -92,6 +96,20 @@ def test_groups_of_one_collective_share_the_nics_that_they_cross():
     assert seconds(tp, topology) == pytest.approx(tp.durations.tolist(), rel=1e-12)
 
 
+def test_without_contention_ranks_that_do_the_same_divide_their_ports():
+    """Eight reductions and eight sends over one port, as long as when the engine divides it among them."""
+    steps: dict[tuple[str, str], float] = {}
+    for ports in ("own", "shared"):
+        topology = nodes(4, per_node=8, per_port=8 if ports == "shared" else 1)
+        for fields in ("dp=4,tp=8", "tp=8,pp=4,microbatches=1"):
+            joint = differentiate(mlp(layers=4, width=256, batch=32), SGD())
+            program = parallelize(joint, Plan.parse(fields), topology)
+            steps[fields, ports] = Simulator(CostModel(topology)).simulate(program).step_time
+            shared = Simulator(CostModel(topology), engine="events", contention=True).simulate(program)
+            assert steps[fields, ports] == pytest.approx(shared.step_time, rel=1e-6)
+    assert all(steps[fields, "own"] < steps[fields, "shared"] for fields, _ in steps)
+
+
 def test_an_all_reduce_that_crosses_a_shared_nic_slows_the_pipeline_sends_that_share_it():
     tasks, topology = step(per_port=2)
     alone, shared = run(tasks), run(tasks, Network(topology))
@@ -148,7 +166,9 @@ def functions(draw, topology, dependent):
 @settings(max_examples=40)
 def test_without_overlap_the_results_are_those_of_the_plain_engine(data):
     topology = nodes(3, per_node=4, per_port=1, latency=1e-6)
-    tasks = lower(data.draw(functions(topology, dependent=True)), CostModel(topology), lockstep=False)
+    tasks = lower(
+        data.draw(functions(topology, dependent=True)), CostModel(topology), lockstep=False, contention=True
+    )
     for got, expected in zip(run(tasks, Network(topology)), run(tasks), strict=True):
         np.testing.assert_allclose(got, expected, rtol=1e-9)
 
@@ -158,7 +178,7 @@ def test_without_overlap_the_results_are_those_of_the_plain_engine(data):
 def test_contention_never_makes_anything_earlier(data):
     topology = nodes(3, per_node=4, per_port=2, latency=1e-6)
     function = data.draw(functions(topology, dependent=False))
-    tasks = lower(function, CostModel(topology), lockstep=False)
+    tasks = lower(function, CostModel(topology), lockstep=False, contention=True)
     alone, shared = run(tasks), run(tasks, Network(topology))
     for i in (0, 1):
         assert (shared[i] >= alone[i] * (1 - 1e-9)).all()
@@ -193,7 +213,7 @@ def test_other_cost_rules_keep_their_times_when_nothing_is_shared():
     x = maker.add_input_value("x", array(GB, Mesh(devices, dp=4)))
     x = maker.add_op("MPIAllreduce", inputs=[x], attributes={"axis": "dp"})
     maker.add_op("Send", inputs=[x], attributes={"to": Mesh(devices[::-1], dp=4)})
-    tasks = lower(maker.finalize(), CostModel.distir(topology), lockstep=False)
+    tasks = lower(maker.finalize(), CostModel.distir(topology), lockstep=False, contention=True)
     _, end = run(tasks, Network(topology))
     np.testing.assert_allclose(end, run(tasks)[1], rtol=1e-9)
 

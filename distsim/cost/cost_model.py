@@ -72,7 +72,7 @@ class CostModel:
         self._specs: dict[Device, int] = {}
         self._spec_ids: dict[tuple[object, ...], int] = {}
         self._compute: dict[tuple[Signature, int], float] = {}
-        self._communication: dict[tuple[str, float, Group], float] = {}
+        self._communication: dict[tuple[str, float, Group, Topology], float] = {}
         self._version = topology.version
 
     @classmethod
@@ -95,8 +95,11 @@ class CostModel:
             raise CostError(f"{signature} runs on no device; place its inputs")
         return max([self._on_device(signature, device) for device in where])
 
-    def communication_seconds(self, signature: Signature, group: Group) -> float:
+    def communication_seconds(self, signature: Signature, group: Group, beside: Group = ()) -> float:
         """Seconds of a communication op over one group; for a transfer, the group's first is the root.
+
+        ``beside`` are the devices that do the same at once, those of the group among them: as all ranks of a
+        stage run a collective of theirs, or send, together. Where they share a port, each has its part of it.
 
         Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
         ``TopologyError`` when nothing links two devices of the group. What is gathered into a list
@@ -104,10 +107,11 @@ class CostModel:
         """
         kind, nbytes = collective_of(signature, group)
         self._forget_old_topology()
-        key = (kind, nbytes, group)
+        topology = self.topology.as_shared_by(beside) if beside else self.topology
+        key = (kind, nbytes, group, topology)
         found = self._communication.get(key)
         if found is None:
-            cost = self.rules.communicate(kind, nbytes, group, self.topology) if len(group) > 1 else 0.0
+            cost = self.rules.communicate(kind, nbytes, group, topology) if len(group) > 1 else 0.0
             found = self._communication[key] = usable(signature, cost)
         if self.kernels and signature.attributes.get("listed", 0) and len(group) > 1:
             tensors = len(group) * len(signature.outputs)
@@ -129,7 +133,9 @@ class CostModel:
         count = _kernels(signature)
         return kernel * count + device.rates.tensor * (_tensors(signature) - 1)
 
-    def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
+    def slowdown_seconds(
+        self, signature: Signature, group: Group, device: Device, beside: Group = ()
+    ) -> float:
         """Seconds that computation on a device of a group loses while a collective runs beside it.
 
         Both take ``max(computation + slowdown, collective)``, as far as one does not wait for the other. 0
@@ -139,7 +145,7 @@ class CostModel:
         meaning = operator(signature.op_type).communication
         if not slowdown or meaning is None or meaning.transfers:
             return 0.0
-        return slowdown * self.communication_seconds(signature, group)
+        return slowdown * self.communication_seconds(signature, group, beside)
 
     def latencies(self, signature: Signature, device: Device) -> tuple[float, float]:
         """Return the seconds of an op's bytes alone and of its flops alone, by the rules of the model.

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -78,6 +79,8 @@ class Topology:
         self._links: dict[tuple[int, int], Link] = {}
         self._levels: tuple[Level, ...] = ()
         self._version = 0
+        self._own_ports: dict[tuple[int, int], Topology] = {}
+        self._crowds: dict[tuple[int, tuple[Device, ...]], int] = {}
 
     @classmethod
     def hierarchical(cls, device: Device, count: int, levels: Iterable[Level]) -> Topology:
@@ -152,6 +155,39 @@ class Topology:
     def has_shared_ports(self) -> bool:
         """Whether some level has ports or uplinks that several devices share."""
         return any(level.shared for level in self._levels)
+
+    def as_shared_by(self, devices: tuple[Device, ...]) -> Topology:
+        """Return what each of these devices has when all send at once: of a port its part, for itself.
+
+        The same topology where no two of them share a port.
+
+        >>> nic = Level("nic", Link(50e9), devices_per_port=4)
+        >>> shared = Topology.hierarchical(Device(0, "gpu"), 16, [Level("nvlink", Link(450e9), 8), nic])
+        >>> gpus = shared.devices
+        >>> [shared.as_shared_by(own).levels[1].link.bandwidth / 1e9 for own in (gpus[::4], gpus[::2], gpus)]
+        [50.0, 25.0, 12.5]
+        """
+        widest = max([level.devices_per_port for level in self._levels], default=1)
+        if widest == 1:
+            return self
+        count = self._crowds.get((self._version, devices))
+        if count is None:
+            count = max(Counter([device.id // widest for device in devices]).values())
+            self._crowds[self._version, devices] = count
+        if count == 1:
+            return self
+        found = self._own_ports.get((self._version, count))
+        if found is None:
+            found = Topology()
+            found._devices, found._links, found._version = self._devices, self._links, self._version
+            for level in self._levels:
+                part = min(level.devices_per_port, count)
+                link = dataclasses.replace(level.link, bandwidth=level.link.bandwidth / part)
+                uplinks = level.oversubscription * level.devices_per_port / part
+                own = dataclasses.replace(level, link=link, devices_per_port=1, oversubscription=uplinks)
+                found._levels = (*found._levels, own)
+            self._own_ports[self._version, count] = found
+        return found
 
     @property
     def cuts(self) -> tuple[int, ...]:

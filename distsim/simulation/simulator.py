@@ -111,7 +111,7 @@ class Simulator:
         return Simulator(cost_model, self.overlap, self.lockstep, self.engine, contention, self.disturbances)
 
     def _flat(self, function: Function) -> FlatTimeline:
-        tasks = lower(function, self.cost_model, self.overlap, self.lockstep)
+        tasks = lower(function, self.cost_model, self.overlap, self.lockstep, self.network is not None)
         if self.engine == "maxplus":
             start, end = run_tasks(tasks)
         else:

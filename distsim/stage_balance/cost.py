@@ -150,6 +150,7 @@ def mesh_communication(mesh: Mesh, cost_model: CostModel) -> Communication:
     """
     pairs: dict[tuple[int, int], list[Group]] = {}
     known: dict[tuple[int, int, int], float] = {}
+    slices = mesh.slices("pp")
 
     def seconds(source: int, target: int, nbytes: float) -> float:
         key = (source, target, round(nbytes))
@@ -158,7 +159,8 @@ def mesh_communication(mesh: Mesh, cost_model: CostModel) -> Communication:
                 pairs[key[:2]] = _distinct(mesh, source, target, cost_model)
             type_ = Tensor(UInt8(), (key[2],))
             signature = Signature("Send", NO_ATTRIBUTES, (type_,), (type_,))
-            known[key] = max(cost_model.communication_seconds(signature, pair) for pair in pairs[key[:2]])
+            of = cost_model.communication_seconds
+            known[key] = max([of(signature, pair, slices[source].devices) for pair in pairs[key[:2]]])
         return known[key]
 
     return seconds

@@ -73,6 +73,11 @@ def find_flows(
             f"{crowd[0]} stands for {len(crowd)} devices of {tasks.function.name}, each with its own "
             "links; to share them simulate each device by itself: lower(..., lockstep=False)"
         )
+    if network.topology.has_shared_ports and not tasks.contention:
+        raise SimulationError(
+            f"the tasks of {tasks.function.name} divide ports already; to share them as they come leave that "
+            "to the engine: lower(..., contention=True)"
+        )
     return _Finder(tasks, durations, network, disturbances or Disturbances()).find()
 
 

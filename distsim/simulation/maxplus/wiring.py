@@ -301,7 +301,8 @@ class Wirer:
         (value,), (a,), (b,) = [key.value for key in block.reads], part.sources, part.targets
         type_ = as_tensor(value.type, value.name)
         signature = Signature("Send", NO_ATTRIBUTES, (type_,), (type_,))
-        seconds = task_seconds(value.name, self.cost_model.communication_seconds(signature, part.group))
+        asked = self.cost_model.communication_seconds(signature, part.group, part.beside)
+        seconds = task_seconds(value.name, asked)
         source, target = self._slice(block).mesh, self.ranks.slices[block.target].mesh
         here, there = Value(value.name, type_.on(source)), Value(value.name, type_.on(target))
         shown = (

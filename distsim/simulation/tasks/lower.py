@@ -22,6 +22,7 @@ from distsim.simulation.tasks.grid import task_seconds
 from distsim.simulation.tasks.rank_classes import (
     Classes,
     ClassExchange,
+    Group,
     communicates,
     place_of_compute,
 )
@@ -65,7 +66,10 @@ class IssuedExchange(NamedTuple):
 class Lowering:
     """Everything that all templates of one lowering share: the tables of streams and of ops."""
 
-    def __init__(self, classes: Ranks, cost_model: CostModel, overlap: bool) -> None:
+    def __init__(
+        self, classes: Ranks, cost_model: CostModel, overlap: bool, contention: bool = False
+    ) -> None:
+        self.contention = contention
         self.classes = classes
         self.cost_model = cost_model
         self.overlap = overlap
@@ -125,7 +129,8 @@ class Lowering:
         if found is None:
             signature = signature_of(op)
             parts = [(part, self._ends(op, part)) for part in self.classes.exchanges(op)]
-            asked = [self.cost_model.communication_seconds(signature, part.group) for part, _ in parts]
+            of = self.cost_model.communication_seconds
+            asked = [of(signature, part.group, self._beside(part)) for part, _ in parts]
             seconds = [task_seconds(op, cost) for cost in asked]
             found = self._exchanges[key] = tuple(
                 [
@@ -141,6 +146,10 @@ class Lowering:
             )
         return found
 
+    def _beside(self, part: ClassExchange) -> Group:
+        """Return the devices that divide ports from the start."""
+        return () if self.contention else part.beside
+
     def _issues(self, signature: Signature, part: ClassExchange) -> tuple[int, ...]:
         """Return the runs of the hosts that issue an exchange."""
         classes = dict.fromkeys((*part.sources, *part.targets))
@@ -151,7 +160,7 @@ class Lowering:
         found: list[int] = []
         for c in dict.fromkeys((*part.sources, *part.targets)) if self.overlap else ():
             device = self.classes.members[c][0]
-            seconds = self.cost_model.slowdown_seconds(signature, part.group, device)
+            seconds = self.cost_model.slowdown_seconds(signature, part.group, device, self._beside(part))
             if seconds:
                 found.append(self.run(task_seconds(signature, seconds), (self.stream(c, "compute"),)))
         return tuple(found)

@@ -40,11 +40,15 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True)
 class ClassExchange:
-    """An exchange between rank classes, with one of the groups of devices for which it stands."""
+    """An exchange between rank classes, with one of the groups of devices for which it stands.
+
+    ``beside`` are the devices that begin to send at once, of all groups together.
+    """
 
     sources: Classes
     targets: Classes
     group: Group
+    beside: Group = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,9 +83,11 @@ class RankClasses:
         found = self._exchanges.get(key)
         if found is None:
             distinct: dict[tuple[Classes, Classes], Group] = {}
-            for part in exchanges(op):
+            parts = exchanges(op)
+            for part in parts:
                 distinct.setdefault((self._distinct(part.sources), self._distinct(part.targets)), part.group)
-            found = tuple(ClassExchange(*pair, group) for pair, group in distinct.items())
+            beside = beside_of(parts)
+            found = tuple(ClassExchange(*pair, group, beside) for pair, group in distinct.items())
             self._exchanges[key] = found
         return found
 
@@ -126,6 +132,11 @@ def exchanges(op: Op) -> tuple[Exchange, ...]:
         parts = _distinct_parts(source, op)
         return (Exchange(givers, takers, (*takers, *(d for d in parts if d not in takers))),)
     return (Exchange(givers, takers, (*givers, *(d for d in takers if d not in givers))),)
+
+
+def beside_of(parts: Sequence[Exchange]) -> Group:
+    """Return the devices that begin to send at once in the exchanges of an op."""
+    return tuple([device for part in parts for device in part.sources])
 
 
 def _ends(op: Op) -> tuple[Placement, Placement]:
@@ -236,7 +247,8 @@ class _Meetings:
         if meeting is None:
             meeting = self._met[key] = self._meeting(op, *key)
         if meeting.groups:
-            seconds = [self.cost_model.communication_seconds(signature, group) for group in meeting.groups]
+            asked, beside = self.cost_model.communication_seconds, beside_of(exchanges(op))
+            seconds = [asked(signature, group, beside) for group in meeting.groups]
             cost = np.unique(seconds, return_inverse=True)[1]
             both = meeting.cost * len(cost) + cost
             meeting.cost = np.unique(both, return_inverse=True)[1]

@@ -45,10 +45,11 @@ class TaskTable:
 
 @dataclass(frozen=True, eq=False)
 class Tasks(TaskTable):
-    """The tasks of a whole function, on its rank classes."""
+    """The tasks of a whole function, on its rank classes; ``contention`` as in :func:`lower`."""
 
     function: Function
     classes: RankClasses
+    contention: bool
 
     def op_of(self, task: int) -> Op:
         """Return the op that a task runs."""
@@ -75,22 +76,31 @@ class Tasks(TaskTable):
         return " / ".join([*(op.callee.name for op in self.path(task)), repr(self.op_of(task))])
 
 
-def lower(function: Function, cost_model: CostModel, overlap: bool = True, lockstep: bool = True) -> Tasks:
+def lower(
+    function: Function,
+    cost_model: CostModel,
+    overlap: bool = True,
+    lockstep: bool = True,
+    contention: bool = False,
+) -> Tasks:
     """Return the tasks of ``function``, which must be placed on devices.
 
     ``overlap``: each rank class has a compute stream, a stream per mesh axis, and a send and a receive
     stream per peer; without it one stream for everything. ``lockstep``: simulate devices that provably
     do the same as one (:mod:`distsim.simulation.tasks.rank_classes`); without it each on its own.
+    ``contention``: who runs the tasks divides ports among them; without it each takes as long as if all ranks
+    that do the same did it at once.
     Raises ``SimulationError`` for an op on no device, and what the cost model raises.
     """
     classes = rank_classes(function, cost_model, lockstep)
-    lowering = Lowering(classes, cost_model, overlap)
+    lowering = Lowering(classes, cost_model, overlap, contention)
     template = lowering.template(function, whole=True)
     count = len(template.durations)
     known = template.dep_source >= 0  # the others are inputs, which are there from the start
     return Tasks(
         function=function,
         classes=classes,
+        contention=contention,
         durations=template.durations,
         dep_start=starts(template.dep_task[known], count),
         deps=template.dep_source[known],
