@@ -184,7 +184,7 @@ def _searched(
         stack = f"; assumed: {', '.join(choices.assumed)}" if choices.assumed else ""
         if options.json != PRINTED:
             say(f"{options.model} on {cluster.shown}, batch {result.step.samples}{stack}")
-            for line in choices.slow_types(cluster.topology):
+            for line in choices.device_notes(cluster.topology):
                 say(f"note: {line}")
             say("")
             say(for_terminal(describe(result)))
@@ -197,7 +197,7 @@ def _page_case(model: str, cluster: SizedCluster, result: SearchResult, choices:
     name, named = cluster.shown, NamedCluster(str(cluster.cluster), cluster.settings)
     about = {"model": model, "cluster": name, "batch": str(result.step.samples)}
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
-    notes += choices.slow_types(cluster.topology)
+    notes += choices.device_notes(cluster.topology)
     if result.own is not None:
         about["your plan"] = result.own.text
     if not result.fitting:

@@ -88,7 +88,8 @@ def _corrected(simulation: Simulation, own: Sequence[float]) -> str:
     trust = "" if interval is None else _trust(interval)
     seconds = seconds_text(simulation.step_period * correction(own))
     runs = f"{count(len(own), 'run')} took {median(own):.3g} times as long as predicted"
-    return f"own runs      {seconds}{trust}: {runs}"
+    taken = f"{correction(own):.3g} times is taken, the nearer to it the more runs"
+    return f"own runs      {seconds}{trust}: {runs}; {taken}"
 
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:

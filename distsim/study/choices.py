@@ -9,6 +9,7 @@ from typing import Any
 
 from distsim.importer import is_decoder
 from distsim.ir import Function, Topology
+from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.plan.stacks import Stack, stack_named
 from distsim.study.options import Model, ModelOptions
@@ -73,8 +74,12 @@ class Choices:
             tuple(assumed),
         )
 
-    def slow_types(self, topology: Topology) -> list[str]:
-        """Say where devices have no rate for products in the type of the precision."""
+    def device_notes(self, topology: Topology) -> list[str]:
+        """Say where devices have no rate for products in the type of the precision, or for the kernel of
+        attention that is asked for, and where that is of another type."""
+        return [*self._slow_types(topology), *self._unknown_kernel(topology)]
+
+    def _slow_types(self, topology: Topology) -> list[str]:
         dtype = None if self.precision is None else self.precision.compute
         if dtype is None or dtype.itemsize > 2:
             return []
@@ -84,6 +89,18 @@ class Choices:
         rate, has = without[0].throughput / 1e12, dict(without[0].peaks)
         way = "; --precision mixed_fp16 is of a type for which it has one" if "float16" in has else ""
         return [f"{without[0]} has no rate for products in {dtype.name}, which run at {rate:g} TFLOP/s{way}"]
+
+    def _unknown_kernel(self, topology: Topology) -> list[str]:
+        kernel, notes = self.attention, list[str]()
+        if kernel in ATTENTION_KERNELS and topology.devices[0].rates.attention(kernel) is None:
+            notes.append(
+                f"attention {kernel}: the cluster has no figure for it ([device.attention] of its file), so "
+                "it takes as long as the usual kernel"
+            )
+        policy = self.precision
+        if kernel in ("flash", *ATTENTION_KERNELS) and policy is not None and policy.compute.itemsize > 2:
+            notes.append(f"attention {kernel}: such kernels take 16 bits; {policy.name} computes in more")
+        return notes
 
     def plan(self, asked: str | Plan) -> Plan:
         """Return the plan of a text; what it leaves open the stack says. A plan is as it is."""

@@ -205,12 +205,20 @@ class ClusterSearches:
             workers,
             _journal(options.journal, cluster, alone),
             options.resume,
-            f"{self.study.model.options.label} on {cluster.shown}",
+            _subject(self.study.model.options, cluster),
             None if say is None else progress_lines(say),
             say,
             against,
             self.costs[cluster.shown],
         ).run()
+
+
+def _subject(options: ModelOptions, cluster: SizedCluster) -> str:
+    """Return what a journal calls a search: what people asked for by name or number."""
+    names = ("batch", "seq", "stack", "precision", "attention", "kernels", "optimizer")
+    asked = {name: getattr(options, name) for name in names}
+    said = [f"{name}={value}" for name, value in asked.items() if isinstance(value, str | int)]
+    return ", ".join([f"{options.label} on {cluster.shown}", *said])
 
 
 def _journal(path: str | os.PathLike[str] | None, cluster: SizedCluster, alone: bool) -> Path | None:
@@ -234,6 +242,9 @@ class PlanStudy:
     def of(options: ModelOptions, sets: str, max_tp: int | None = None, aloud: bool = False) -> PlanStudy:
         """Return that of options and the text of sets; what the stack recomputes is tried too."""
         choices, parsed = Choices.of(options), parse_sets(sets)
+        if max_tp is not None and "tp" in parsed:
+            given = "|".join(parsed["tp"])
+            raise PlanError(f"max_tp={max_tp} and tp={given} of the plan both say which tp to try; give one")
         if "remat" not in parsed and choices.stack.remat not in ("none", "full"):
             parsed["remat"] = (choices.stack.remat, "none", "full")
         return PlanStudy(ModelOfPlans(options, choices, aloud), parsed, max_tp)

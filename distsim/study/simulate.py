@@ -16,7 +16,6 @@ from distsim.errors import PlanError, TopologyError
 from distsim.hardware import load_cluster
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology
-from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan
 from distsim.plan_search.space import ModelTraits
 from distsim.program.program import Program
@@ -129,8 +128,7 @@ def simulated(
     traits = ModelTraits.of(function)
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += said
-    notes += choices.slow_types(topology)
-    notes += _unknown_kernel(choices.attention, topology)
+    notes += choices.device_notes(topology)
     notes += _idle_devices(name, plan, topology, traits.batch)
     notes += _uneven_ranks(plan, program.schedule, simulation)
     simulation.step = PlannedStep(
@@ -179,17 +177,6 @@ def _idle_devices(cluster: str, plan: Plan, topology: Topology, samples: int) ->
     degrees = "dp * cp * tp * pp" if plan.cp > 1 else "dp * tp * pp"
     idle = f"{count - plan.devices} of {count} devices of {cluster} are idle"
     return [f"{idle}, as the plan uses {degrees} = {plan.devices}; {way}"]
-
-
-def _unknown_kernel(attention: str | None, topology: Topology) -> list[str]:
-    """Say where devices have no figure for the kernel of attention that is asked for."""
-    rates = topology.devices[0].rates
-    if attention not in ATTENTION_KERNELS or rates.attention(attention) is not None:
-        return []
-    return [
-        f"attention {attention}: the cluster has no figure for it ([device.attention] of its file), so it "
-        "takes as long as the usual kernel"
-    ]
 
 
 UNEVEN = 1.1
