@@ -324,3 +324,49 @@ def test_odd_cells_are_understood_or_missing(changed):
         assert str(error) and len(str(error)) < 400
     else:
         assert case.plan.devices <= len(case.topology().devices)
+
+
+def test_a_model_that_is_named_needs_no_sizes():
+    row = {
+        **{"model": "gpt2", "framework": "pytorch", "hw_gpu": "A100", "n_gpus": "8", "seq": "1024"},
+        **{"dp": "8", "micro_batch": "8", "global_batch": "64", "precision": "bf16"},
+    }
+    sizes = case_of(row).sizes
+    assert (sizes.layers, sizes.hidden, sizes.vocab) == (12, 768, 50257)
+    with pytest.raises(MissingFeatureError, match="a number in column n_layers"):
+        case_of({**row, "model": "gpt2-of-ours"})
+
+
+NVIDIA = {
+    **{"model": "Qwen3", "arch": "llama MoE (qwen3)", "framework": "Megatron-Core / TE", "hw_gpu": "H100"},
+    **{"n_gpus": "32", "seq": "4096", "n_layers": "4", "hidden": "512", "heads": "8", "kv_heads": "4"},
+    **{"ffn": "256", "vocab": "1000", "moe_experts": "8", "moe_topk": "2", "dp": "16", "tp": "2"},
+    **{"sp": "yes", "ep": "4", "zero": "1", "micro_batch": "1", "global_batch": "64", "attention": "flash"},
+    **{"precision": "bf16", "recompute": "selective (layernorm, moe_act)"},
+    "overlap": "bf16 grad reduce-scatter overlapped; TP comm overlap (TE userbuffers); DeepEP dispatcher",
+}
+
+
+def test_columns_of_overlap_and_recomputation_are_read():
+    case = case_of(NVIDIA)
+    assert case.plan.tp_overlap == "split" and case.plan.overlap_grads == "on"
+    assert case.plan.remat == "parts:norms+activations"
+    assert case.sizes.experts.dispatcher == "deepep"
+    assert case.precision.gradient_sum.name == "bfloat16"
+    plain = case_of({**NVIDIA, "overlap": "TP wgrad overlapped", "recompute": "none"})
+    assert (plain.plan.tp_overlap, plain.plan.remat) == ("on", "none")
+    assert plain.sizes.experts.dispatcher != "deepep" and plain.precision.gradient_sum.name == "float32"
+
+
+@pytest.mark.parametrize(
+    ("framework", "stack", "kernels"),
+    [
+        ("flash-attention training (Lightning, DDP)", "torch", "fused_loss"),
+        ("llm.c (CUDA C)", "megatron", "fused_loss"),
+        ("AA-Scaling (Aleph Alpha)", "megatron", "fused"),
+        ("SageMaker Model Parallel (MiCS)", "deepspeed", None),
+    ],
+)
+def test_frameworks_by_their_columns(framework, stack, kernels):
+    case = case_of({**GPT, "framework": framework, "attention": "flash-attn 2", "precision": "bf16"})
+    assert case.stack.name.startswith(stack) and kernels in (case.kernels, None)

@@ -46,6 +46,26 @@ class _Numbers:
     top_k: int
 
 
+def with_named_sizes(row: Row) -> Row:
+    """Return a row with the sizes of the model that it names, in its own words, where it gives no layers.
+
+    >>> with_named_sizes({"model": "llama3-8b", "framework": "torchtitan"})["kv_heads"]
+    '8'
+    """
+    name = cell(row, "model")
+    if cell(row, "n_layers") or name not in model_names():
+        return row
+    sizes = named_sizes(name)
+    heads, mixture = sizes.attention, sizes.experts
+    known = {
+        **{"n_layers": sizes.layers, "hidden": sizes.hidden, "vocab": sizes.vocab, "heads": heads.heads},
+        **({"kv_heads": heads.kv_heads} if isinstance(heads, GroupedHeads) else {}),
+        "ffn": sizes.feed_forward.ffn,
+        **({} if mixture is None else {"moe_experts": mixture.experts, "moe_topk": mixture.top_k}),
+    }
+    return {**row, **{name: str(value) for name, value in known.items() if value and not cell(row, name)}}
+
+
 def sizes_of(row: Row, megatron: bool, tp: int, assumed: list[str]) -> DecoderSizes:
     """Return the sizes of the model; in ``megatron`` the vocabulary is padded for tp ranks, dropout 0.1.
 

@@ -23,7 +23,7 @@ from distsim.transforms.autodiff.optimizers import optimizer_named
 from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.repeated_keys import repeat_keys
-from distsim.truth.architecture import sizes_of
+from distsim.truth.architecture import sizes_of, with_named_sizes
 from distsim.truth.layout import global_batch, layout_of, zero_of
 from distsim.truth.machine import Cluster, cluster_of
 from distsim.truth.row import Row, number, plain
@@ -64,7 +64,7 @@ def case_of(row: Row) -> Case:
     Raises :class:`MissingFeatureError` for what distsim does not lay out, build or cost, and where the row
     leaves out what has no default.
     """
-    assumed: list[str] = []
+    row, assumed = with_named_sizes(row), list[str]()
     software = software_of(row, zero_of(row), assumed)
     stack = software.stack
     layout = layout_of(row, stack, assumed)
