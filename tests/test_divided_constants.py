@@ -1,16 +1,20 @@
 """Constants as large as the batch, or as what tp divides: every plan computes what one device computes."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
 import pytest
+from expert_models import EVEN, MIXTRAL
 from test_memory_program import assert_same_memory
 from test_parallel_equivalence import assert_plan, case_of, text
-from training_models import F64, VOCAB, Maker, attention, mesh_of, topology_of
+from training_models import F64, VOCAB, Maker, attention, computed_over_ranks, mesh_of, topology_of
 
 from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.ir import Function, Int64, Literal, Role, Tensor, Value, all_ops
+from distsim.models.decoder import decoder
+from distsim.models.decoder_sizes import Positions
 from distsim.ops import operator
 from distsim.plan import Plan
 from distsim.transforms import SGD, differentiate, shard
@@ -264,3 +268,12 @@ def test_both_engines_and_the_memory_written_out_agree_on_constants_in_parts(nam
     )
     assert blocks.step_time == pytest.approx(events.step_time, rel=1e-9)
     assert_same_memory(program)
+
+
+@pytest.mark.parametrize("kind", ["ring", "allgather"])
+def test_ranks_of_experts_that_divide_no_batch_do_not_divide_what_is_made_for_all(kind):
+    """Positions [256, 1], the same along their last dimension, which no number of ranks divides."""
+    experts = replace(MIXTRAL.experts, groups=8)
+    sizes = replace(MIXTRAL, layers=1, experts=experts, positions=Positions(256))
+    joint = differentiate(decoder(sizes, 1, 256, F64, EVEN), SGD())
+    computed_over_ranks(joint, Plan.parse(f"cp=4,ep=4,cp_kind={kind}"))

@@ -254,7 +254,11 @@ class Options:
                     [
                         self._option(candidate)
                         for candidate in candidates(
-                            node.signature, _where_made(node, allowed(node)), pieces, decomposed, context
+                            node.signature,
+                            _where_made(node, allowed(node), context),
+                            pieces,
+                            decomposed,
+                            context,
                         )
                     ]
                 )
@@ -332,9 +336,12 @@ def pieces_of(structure: Structure, groups: bool = False) -> PiecesBySize:
     return {size: tuple(pieces) for size, pieces in found.items()}
 
 
-def _where_made(node: Node, allowed: Allowed) -> Allowed:
-    """Allow also the factors that no input has: the op makes the same on every rank, so may make less."""
-    own = _labels(node.signature).own
+def _where_made(node: Node, allowed: Allowed, context: str) -> Allowed:
+    """Allow also the factors that no input has: the op makes the same on every rank, so may make less.
+
+    Ranks of experts divide nothing but the batch and what is of experts.
+    """
+    own = frozenset[str]() if context == EXPERTS else _labels(node.signature).own
     return (lambda factor, pieces: 0 if factor in own else allowed(factor, pieces)) if own else allowed
 
 
