@@ -4,11 +4,26 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from distsim.errors import TypeRuleError
+from distsim.executor import SequentialExecutor
 from distsim.importer import import_from_onnx
-from distsim.ir import BFloat16, Float16, Float32, Function, FunctionMaker, Tensor, all_ops, verify
+from distsim.ir import (
+    BFloat16,
+    Float8E4M3FN,
+    Float8E5M2,
+    Float16,
+    Float32,
+    Function,
+    FunctionMaker,
+    Literal,
+    Tensor,
+    all_ops,
+    verify,
+)
+from distsim.ir.type import UInt8
 from distsim.models import gpt
 from distsim.transforms import add_loss, differentiate, set_precision
 
@@ -49,3 +64,24 @@ def test_operators_that_onnx_has_not_extended_take_bfloat16_as_float16():
     half = maker.add_input_value("half", Tensor(Float16(), (4, 3, 3, 3)))
     with pytest.raises(TypeRuleError, match="Conv cannot take bfloat16 and float16 together"):
         maker.add_op("Conv", inputs=[x, half])
+
+
+@pytest.mark.parametrize("dtype", [Float8E4M3FN(), Float8E5M2()], ids=str)
+def test_operators_that_only_move_their_elements_take_those_of_8_bits(dtype):
+    """Gather takes them in no opset, Transpose from 21 on; what computes does not take them."""
+    maker = FunctionMaker("moves")
+    x = maker.add_input_value("x", Tensor(dtype, (2, 3)))
+    indices = Literal(np.array([2, 0], np.int64))
+    taken = maker.add_op("Gather", inputs=[x], attributes={"axis": 1, "indices": indices})
+    turned = maker.add_op("Transpose", inputs=[taken], attributes={"perm": (1, 0)})
+    maker.set_outputs([turned])
+    assert turned.type == Tensor(dtype, (2, 2))
+    array = np.arange(6).reshape(2, 3).astype(dtype.np)
+    (made,) = SequentialExecutor().compute(maker.finalize(), [array])
+    np.testing.assert_array_equal(made, array[:, [2, 0]].T)
+    for other in (Float8E5M2() if dtype == Float8E4M3FN() else Float8E4M3FN(), UInt8()):
+        y = maker.add_input_value(f"of_{other.name}", Tensor(other, (2, 3)))
+        with pytest.raises(TypeRuleError, match="cannot take float8.* and .* together; cast one"):
+            maker.add_op("Concat", inputs=[x, y], attributes={"axis": 0})
+    with pytest.raises(TypeRuleError, match="operand A cannot be"):
+        maker.add_op("Add", inputs=[x, x])

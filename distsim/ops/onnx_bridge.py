@@ -22,12 +22,20 @@ from onnx.reference import ReferenceEvaluator
 from distsim.cache import cached
 from distsim.errors import TypeRuleError, UnknownOperatorError
 from distsim.ir.device import Device, Mesh
-from distsim.ir.type import BFloat16, DType, Float16, Tensor, from_numpy
+from distsim.ir.type import BFloat16, DType, Float8E4M3FN, Float8E5M2, Float16, Tensor, UInt8, from_numpy
 from distsim.ir.value import Attributes, Literal
 from distsim.ops.operator import Array, common_device
 
 OPSET = 20
 """The house version of the ONNX operator set: what an op without a version means."""
+
+_STAND_INS: dict[DType, tuple[DType, str]] = {
+    BFloat16(): (Float16(), "tensor(float16)"),
+    Float8E4M3FN(): (UInt8(), "tensor(string)"),
+    Float8E5M2(): (UInt8(), "tensor(string)"),
+}
+"""ONNX took up these types operator by operator. Here bfloat16 may be wherever float16 may, and those of 8
+bits wherever texts may, for what takes texts only moves them; what stands in for them there."""
 
 
 def split_name(op_type: str) -> tuple[str, str]:
@@ -67,8 +75,9 @@ def onnx_types(
             f"operator {op_type!r} is neither ONNX's (opset {version or OPSET}) nor distsim's; register "
             "it in distsim.ops or check the spelling"
         )
-    if any(tensor.dtype == BFloat16() for tensor in inputs) and not _takes_bfloat16(schema):
-        return _as_float16(op_type, attributes, inputs, version)
+    unknown = _unknown_type(schema, inputs)
+    if unknown is not None:
+        return _with_stand_in(op_type, attributes, inputs, version, unknown)
     device = common_device(op_type, inputs) or attributes.get("device")
     node, static = _node(schema, op_type, attributes, len(inputs), inputs[0].dtype if inputs else None)
     names = [name for name in node.input if name]
@@ -93,32 +102,37 @@ def onnx_types(
     return tuple(_tensor(op_type, made.get(name), device) for name in node.output)
 
 
-def _takes_bfloat16(schema: Any) -> bool:
-    """ONNX took up bfloat16 operator by operator; here it may be wherever float16 may."""
+def _unknown_type(schema: Any, inputs: tuple[Tensor, ...]) -> DType | None:
+    """Return the type of an input that a schema has not been extended to, but should have been."""
     kinds = [set(c.allowed_type_strs) for c in schema.type_constraints]
-    return not any("tensor(float16)" in kind and "tensor(bfloat16)" not in kind for kind in kinds)
+    for dtype, (_, where) in _STAND_INS.items():
+        given = any(tensor.dtype == dtype for tensor in inputs)
+        if given and any(where in kind and _type_str(dtype) not in kind for kind in kinds):
+            return dtype
+    return None
 
 
-def _as_float16(
-    op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...], version: int | None
+def _with_stand_in(
+    op_type: str, attributes: Attributes, inputs: tuple[Tensor, ...], version: int | None, dtype: DType
 ) -> tuple[Tensor, ...]:
-    """Return the types of an operator that does not know bfloat16, with float16 standing in for it."""
+    """Return the types of an operator that does not know one of its inputs, another standing in for that."""
+    other, _ = _STAND_INS[dtype]
 
     def swap(tensor: Tensor, old: DType, new: DType) -> Tensor:
         return replace(tensor, dtype=new) if tensor.dtype == old else tensor
 
-    if any(tensor.dtype == Float16() for tensor in inputs):
-        raise TypeRuleError(f"{op_type} cannot take bfloat16 and float16 together; cast one")
+    alike = [each for each, (stand_in, _) in _STAND_INS.items() if stand_in == other and each != dtype]
+    both = [tensor.dtype for tensor in inputs if tensor.dtype in (other, *alike)]
+    if both:
+        raise TypeRuleError(f"{op_type} cannot take {dtype.name} and {both[0].name} together; cast one")
     stand_ins = {
-        key: Literal(value.array.astype(np.float16))
-        if isinstance(value, Literal) and from_numpy(value.array.dtype) == BFloat16()
+        key: Literal(value.array.astype(other.np))
+        if isinstance(value, Literal) and from_numpy(value.array.dtype) == dtype
         else value
         for key, value in attributes.items()
     }
-    made = onnx_types(
-        op_type, Attributes(stand_ins), tuple(swap(t, BFloat16(), Float16()) for t in inputs), version
-    )
-    return tuple(swap(tensor, Float16(), BFloat16()) for tensor in made)
+    made = onnx_types(op_type, Attributes(stand_ins), tuple(swap(t, dtype, other) for t in inputs), version)
+    return tuple(swap(tensor, other, dtype) for tensor in made)
 
 
 def onnx_compute(
