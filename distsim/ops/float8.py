@@ -71,7 +71,8 @@ def made_type(attributes: Attributes) -> DType:
 # microbatch: of one sample that is the same. Samples have their own here, so that ranks of data parallelism
 # and microbatches, which do not agree on one, need not. Those of tensor parallelism do where they divide
 # rows (Transformer Engine, with_amax_reduction of sequence parallelism; a DTensor's maximum): the numbers are
-# reduced over them. Where they divide columns each has that of its own, and so have those of a context.
+# reduced over them. Where they divide columns each has that of its own, and so have those of a context, but
+# for rows that these send to experts, and those that have experts for the rows of these (GroupedLinear).
 
 
 def _amax_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -90,12 +91,12 @@ def _amax(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     return [np.abs(x.astype(np.float32)).max(axis=over, keepdims=True, initial=0.0)]
 
 
-def _of_own_part(maker: FunctionMaker, amax: Value, axis: str) -> Value:
+def _of_own_part(maker: FunctionMaker, amax: Value, axis: str, exchanged: bool) -> Value:
     return amax
 
 
-def _of_all_parts(maker: FunctionMaker, amax: Value, axis: str) -> Value:
-    if not over_tensor(axis):
+def _of_all_parts(maker: FunctionMaker, amax: Value, axis: str, exchanged: bool) -> Value:
+    if not (exchanged or over_tensor(axis)):
         return amax
     reduced = {"axis": axis, "reduce": "max"}
     return maker.add("MPIAllreduce", [amax], reduced, output_names=[amax.name])[0]

@@ -70,8 +70,9 @@ class Decomposition:
     reduced: Callable[[Sequence[Tensor]], Sequence[int]] | None = None
 
 
-Finish = Callable[[FunctionMaker, Value, str], Value]
-"""(maker, what a rank makes of its part, the axis) -> what stands for the output on all ranks of the axis."""
+Finish = Callable[[FunctionMaker, Value, str, bool], Value]
+"""(maker, what a rank makes of its part, the axis, whether ranks of that have experts, who read the parts of
+others) -> what stands for the output on all ranks of the axis."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,6 +14,7 @@ from typing import NamedTuple
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Value
 from distsim.ir.type import as_tensor
+from distsim.ops import signature_of
 from distsim.ops.parts import Groups, Parts
 from distsim.ops.places import shape_of
 from distsim.ops.sharding_rule import Pieces, factors_of
@@ -49,8 +50,9 @@ def expert_options(
         def test(factor: str, part: Parts) -> int | None:
             if of_batch(factor, part):
                 return 0
-            within = all(any(factor in factors_of(dim) for dim in dims) for dims in rule.outputs)
-            return 0 if of_expert(factor, part) and (within or not isinstance(part, Groups)) else None
+            kept = all(any(factor in factors_of(dim) for dim in dims) for dims in rule.outputs)
+            kept = kept or factor in rule.finish or not isinstance(part, Groups)
+            return 0 if kept and of_expert(factor, part) else None
 
         return test
 
@@ -161,6 +163,13 @@ class ByExperts:
         if not self._divided(value, state) or isinstance(state.pieces, Groups):
             return state
         return sharded(state.dim, Groups((1,) * as_tensor(value.type, value.name).shape[state.dim]))
+
+
+def read_by_experts(function: Function, values: Sequence[Value]) -> bool:
+    """Whether products of experts read one of these values, in the function that makes them."""
+    readers = [op for op in function.ops if not op.is_call and not set(values).isdisjoint(op.inputs)]
+    rules = [rule_of(signature_of(op)) for op in readers]
+    return any(rule is not None and rule.experts for rule in rules)
 
 
 class CountedRows(NamedTuple):

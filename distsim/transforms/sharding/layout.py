@@ -35,6 +35,11 @@ class State:
         """Whether a dimension is divided."""
         return self.kind == "S"
 
+    @property
+    def by_groups(self) -> bool:
+        """Whether each rank has some groups, as those that have experts have of rows."""
+        return isinstance(self.pieces, Groups)
+
     def __str__(self) -> str:
         if not self.sharded:
             return self.kind

@@ -16,10 +16,10 @@ from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
-from distsim.ops.sharding_rule import ShardingRule
+from distsim.ops.sharding_rule import Finish, ShardingRule
 from distsim.transforms.op_graph import Numbered
 from distsim.transforms.sharding.collectives import DegreeNeeded, Mover, Recipe, Step, share
-from distsim.transforms.sharding.experts import counted_rows
+from distsim.transforms.sharding.experts import counted_rows, read_by_experts
 from distsim.transforms.sharding.layout import (
     REPLICATED,
     DividedAxis,
@@ -286,7 +286,7 @@ class _FunctionLowering:
     def move(self, value: Value, local: Value, source: Placement, target: Placement) -> Value:
         for step in self.lowering.recipe(value, source, target, self.top):
             exchanged = step.op_type == "MPIAlltoall" and step.attributes["axis"] == EXPERT
-            if exchanged and value in self.counted:
+            if exchanged and value in self.counted and any(state.by_groups for state in target.states):
                 rows = self.counted[value]
                 self.counted = {each: of for each, of in self.counted.items() if of is not rows}
                 local = self.counts_told(local, rows.sizes)
@@ -335,7 +335,7 @@ class _FunctionLowering:
         else:
             ((decomposition, axis),) = decomposed
             made = decomposition.build(self.maker, replace(op, attributes=attributes), inputs, axis)
-        made = self.finished(rule, made, along)
+        made = self.finished(op, rule, made, along)
         for value, local, type_, place in zip(op.outputs, made, expected, raw, strict=True):
             if local.type != type_:
                 raise PlanError(
@@ -345,14 +345,21 @@ class _FunctionLowering:
             self.define(value, place, self.averaged(local, along))
 
     def finished(
-        self, rule: ShardingRule | None, made: Sequence[Value], along: Sequence[Strategy | None]
+        self, op: Op, rule: ShardingRule | None, made: Sequence[Value], along: Sequence[Strategy | None]
     ) -> Sequence[Value]:
-        """Return what ranks that each made something of their own part have together."""
+        """Return what ranks that each made something of their own part have together.
+
+        What they made of the rows of their own experts they keep.
+        """
+        found: dict[tuple[Finish, str], bool] = {}
         for each, axis in zip(along, self.lowering.axes, strict=True):
             finish = rule.finish.get(each.factor or "") if rule and each else None
-            if finish is not None:
-                name = axis.part_of or axis.name
-                made = [finish(self.maker, value, name) for value in made]
+            if each and finish is not None and not any(state.by_groups for state in each.inputs):
+                key = finish, axis.part_of or axis.name
+                exchanged = axis.experts and read_by_experts(self.function, op.outputs)
+                found[key] = found.get(key, False) or exchanged
+        for (finish, name), exchanged in found.items():
+            made = [finish(self.maker, value, name, exchanged) for value in made]
         return made
 
     def averaged(self, local: Value, along: Sequence[Strategy | None]) -> Value:
