@@ -10,16 +10,21 @@ from precision_models import rounded
 from training_models import assemble, assert_all_readers_agree, random_inputs, topology_of
 
 from distsim.compose import parallelize
+from distsim.errors import TypeRuleError
 from distsim.executor import SequentialExecutor
 from distsim.interpret import count_flops
 from distsim.ir import (
+    Attributes,
     BFloat16,
     Float8E4M3FN,
     Float8E5M2,
     Float32,
     Function,
+    Int64,
+    Tensor,
     all_ops,
 )
+from distsim.ir.registry import output_types
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import Positions
 from distsim.models.mixture import Mixture
@@ -119,3 +124,15 @@ def test_ranks_of_tp_agree_once_on_a_scale_whatever_part_of_them_an_expert_is_on
     ]
     agreed = "all_reduce", "tp", 4 * BATCH // 2
     assert found[0][agreed] == found[1][agreed] > 0
+
+
+def test_an_error_about_rows_of_many_experts_is_short():
+    rows = Tensor(BFloat16(), (2, 500, 8))
+    sizes = (128,) * 128
+    for op_type, inputs in (
+        ("RowCounts", (rows,)),
+        ("GroupedMatMul", (rows, Tensor(BFloat16(), (128, 8, 4)), Tensor(Int64(), (128,)))),
+    ):
+        with pytest.raises(TypeRuleError, match=r"128, \.\.\., 128: 128 that sum to 16384") as caught:
+            output_types(op_type, Attributes({"sizes": sizes}), inputs, (), None)
+        assert len(str(caught.value)) < 200

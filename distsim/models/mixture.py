@@ -28,6 +28,7 @@ from distsim.models.parts.feed_forward import FeedForward, feed_forward
 from distsim.models.parts.layer_maker import ACTIVATIONS, LayerMaker, check_activation
 from distsim.models.routing import Routing
 from distsim.models.sizes import check_caps, check_counts, check_sizes
+from distsim.ops.parts import shown_sizes
 from distsim.suggestions import choices_for
 from distsim.token_choice import TokenChoice
 
@@ -149,7 +150,9 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Mi
     """
     tokens = sizes.tokens(layer.seq)
     if len(routing.slots) != sizes.experts or max(routing.slots) > tokens or not routing.rows:
-        raise PlanError(f"slots {routing.slots} are not for {sizes.experts} experts and {tokens} tokens")
+        raise PlanError(
+            f"slots {shown_sizes(routing.slots)} are not for {sizes.experts} experts and {tokens} tokens"
+        )
     if routing.rows > MAX_ROWS:
         raise PlanError(f"experts would serve {routing.rows} rows at once, more than 2^24; use a smaller seq")
     leading = (layer.batch,) if sizes.groups == 1 else (layer.batch, sizes.groups)

@@ -33,7 +33,7 @@ from distsim.ops.operator import (
     register,
     work_of,
 )
-from distsim.ops.parts import Groups
+from distsim.ops.parts import Groups, shown_sizes
 from distsim.ops.sharding_rule import Dim, Pieces, ShardingRule, letters
 
 
@@ -69,7 +69,7 @@ def _check(op_type: str, attributes: Attributes, ranked: Tensor, w: Tensor | Non
     sizes = attributes.get("sizes")
     if sizes is not None and (len(sizes) != rows.shape[0] or sum(sizes) != ranked.shape[-2]):
         raise TypeRuleError(
-            f"{op_type}: {ranked} are not the rows of {rows.shape[0]} groups of sizes {sizes}"
+            f"{op_type}: {ranked} are not the rows of {rows.shape[0]} groups of sizes {shown_sizes(sizes)}"
         )
 
 
@@ -163,10 +163,10 @@ _OF_ALL = ("sizes", "exchange", "counted")
 
 def _counts_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("RowCounts", inputs, 1)
-    (rows,) = inputs
-    if rows.rank < 2 or sum(attributes["sizes"]) != rows.shape[-2]:
-        raise TypeRuleError(f"RowCounts: {rows} are not the rows of groups of sizes {attributes['sizes']}")
-    return (Tensor(Int64(), (len(attributes["sizes"]),), rows.device),)
+    (rows,), sizes = inputs, attributes["sizes"]
+    if rows.rank < 2 or sum(sizes) != rows.shape[-2]:
+        raise TypeRuleError(f"RowCounts: {rows} are not the rows of groups of sizes {shown_sizes(sizes)}")
+    return (Tensor(Int64(), (len(sizes),), rows.device),)
 
 
 def _counts(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:

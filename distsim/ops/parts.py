@@ -18,6 +18,22 @@ from distsim.ir.type import Tensor
 Array = npt.NDArray[Any]
 
 
+MOST_SHOWN = 8
+"""Sizes, or slots, that an error lists; a mixture has hundreds."""
+
+
+def shown_sizes(sizes: Sequence[int]) -> str:
+    """Return sizes as an error lists them: where they are many the first ones, the last, and how many.
+
+    >>> shown_sizes((6, 2, 3)), shown_sizes((128,) * 64)
+    ('(6, 2, 3)', '(128, 128, 128, ..., 128: 64 that sum to 8192)')
+    """
+    if len(sizes) <= MOST_SHOWN:
+        return f"({', '.join(map(str, sizes))})"
+    first = ", ".join(map(str, sizes[:3]))
+    return f"({first}, ..., {sizes[-1]}: {len(sizes)} that sum to {sum(sizes)})"
+
+
 @dataclass(frozen=True, slots=True)
 class Groups:
     """Groups of these ``sizes`` one behind the other, of which each rank holds equally many neighbours.
@@ -32,6 +48,9 @@ class Groups:
 
     sizes: tuple[int, ...]
     kind: str = ""
+
+    def __str__(self) -> str:
+        return f"groups of sizes {shown_sizes(self.sizes)}"
 
     def spans(self, ranks: int) -> tuple[tuple[int, int], ...]:
         """Return where the part of each rank begins and ends."""
@@ -120,7 +139,7 @@ def divided_size(op_type: str, tensor: Tensor, dim: int, count: int, pieces: Par
     sizes = pieces or (tensor.shape[dim],)
     if any(size % count for size in sizes) or sum(map(abs, sizes)) != tensor.shape[dim]:
         raise TypeRuleError(
-            f"{op_type}: {count} ranks do not divide dimension {dim} of {tensor} (pieces {sizes})"
+            f"{op_type}: {count} ranks do not divide dimension {dim} of {tensor} in {shown_sizes(sizes)}"
         )
     return tensor.shape[dim] // count
 
