@@ -30,7 +30,7 @@ FAMILIES = {
     "h100-pcie": "h100",
     "dgx-h200": "h200",
     "dgx-b200": "b200",
-    "gb200-nvl72": "b200",
+    "gb200-nvl72": "gb200",
     "dgx-2": "v100",
     "dgx-1": "v100",
     "aws-p4d": "a100",
@@ -40,7 +40,10 @@ FAMILIES = {
 }
 """The presets whose GPUs are of one kind, and share figures."""
 
-WRITTEN = {"dgx-a100": "a100", "dgx-h100": "h100", "dgx-h200": "h200", "dgx-b200": "b200", "dgx-2": "v100"}
+WRITTEN = {
+    **{"dgx-a100": "a100", "dgx-h100": "h100", "dgx-h200": "h200", "dgx-b200": "b200", "dgx-2": "v100"},
+    "gb200-nvl72": "gb200",
+}
 """The presets that give figures; others are based on them."""
 
 
@@ -61,7 +64,11 @@ FIGURES: dict[str, FittedFigure] = {
     "linear.h100": FittedFigure(0.89, 0.15, _ALONE_HERE.format(27) + ", on H200, the same processor"),
     "linear.h200": FittedFigure(0.849, 0.1, _ALONE_HERE.format(27)),
     "linear.b200": FittedFigure(0.66, 0.1, _ALONE.format(282, "b200_bf16_ceperm.json")),
+    "linear.gb200": FittedFigure(0.66, 0.15, "as B200; its power, 1,200 W, allows a higher clock"),
     "linear.v100": FittedFigure(0.96, 0.2, "as A100; not measured"),
+    "libraries.2023": FittedFigure(
+        0.9, 0.1, "of linear.h100: products of torch 2.1 and before, CUDA 12.1, tuned for Hopper since then"
+    ),
     "float8": FittedFigure(1.0, 0.08, "in a step, of what kernels alone are faster by than those of 16 bits"),
     "batched": FittedFigure(0.8, 0.2, "of linear: thin products of heads"),
     "attention": FittedFigure(0.9, 0.1, "of the kernel alone, in a step"),
@@ -90,6 +97,7 @@ ATTENTION = {
 """Forward and backward, of the best product, at head size 128, endless sequences and many heads: what was
 measured, over what shape leaves (Dao: 16,384 tokens in 16 heads)."""
 
+ATTENTION["gb200"] = ATTENTION["b200"]
 _OLDER = {
     "flash1": (0.44, "FlashAttention-2 is 1.7 to 3.0 times as fast (Dao 2023, section 4.1): geometric mean"),
     "triton": (0.55, "FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1): geometric mean"),
@@ -121,6 +129,7 @@ KERNELS: dict[str, dict[str, tuple[float, str]]] = {
     "v100": {},
 }
 """How fast kernels of attention are, 1 being what ATTENTION gives."""
+KERNELS["gb200"] = KERNELS["b200"]
 
 MEASURED8 = "of kernels alone, the best shapes of the MAMF table (stas00/ml-engineering)"
 FLOAT8 = {
@@ -145,15 +154,24 @@ GROUPED = {
     "v100": (0.82, "taken over from A100; not measured"),
 }
 """Grouped products, of linear ones of the same shapes: the mean of kernels of 600 to 1,200 rows a group."""
+FLOAT8["gb200"], GROUPED["gb200"] = FLOAT8["b200"], GROUPED["b200"]
 EMBEDDING = 0.5
 """Rows picked by index, of a large copy: assumption, not measured."""
 
 
-def rates_of(values: Mapping[str, float], family: str, device: Device) -> KernelRates:
-    """Return the figures of a kind of GPU."""
-    linear = values[f"linear.{family}"]
+HOSTS = {"gb200": "b200"}
+"""Kinds of GPU whose hosts take for a launch what those of another take."""
+
+
+def rates_of(
+    values: Mapping[str, float], family: str, device: Device, old_libraries: bool = False
+) -> KernelRates:
+    """Return the figures of a kind of GPU; ``old_libraries``: before its products were tuned."""
+    linear = values[f"linear.{family}"] * (values["libraries.2023"] if old_libraries else 1.0)
     forward, backward, _ = ATTENTION[family]
-    launch = values["launch.a100"] * values.get(f"launch.{family}", 1.0) ** (family != "a100")
+    launch = values["launch.a100"] * values.get(f"launch.{HOSTS.get(family, family)}", 1.0) ** (
+        family != "a100"
+    )
     shares = {
         "linear": linear,
         "linear_float8": linear * FLOAT8[family][0] * values["float8"] / 2,
@@ -204,8 +222,10 @@ class FittedFigures:
             "batched": self.uncertainty(f"linear.{family}", "batched"),
             **dict.fromkeys(("attention", "attention_grad"), attention),
             **dict.fromkeys(("memory", "embedding"), memory),
-            "host": self.uncertainty("launch.a100", f"launch.{family}"),
-            "host_compiled": self.uncertainty("launch.a100", f"launch.{family}", "compiled"),
+            "host": self.uncertainty("launch.a100", f"launch.{HOSTS.get(family, family)}"),
+            "host_compiled": self.uncertainty(
+                "launch.a100", f"launch.{HOSTS.get(family, family)}", "compiled"
+            ),
         }
 
 

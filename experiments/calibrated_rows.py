@@ -42,6 +42,7 @@ class TrialCosts(CostModel):
     def __init__(self, case: Case, values: Mapping[str, float]) -> None:
         super().__init__(case.topology(), kernels=kernels_named(case.kernels).way)
         self._values, self._family = values, FAMILIES[case.cluster.name.partition(":")[0]]
+        self._old_libraries = case.cluster.old_libraries
         self._devices: dict[Device, Device] = {}
 
     def seconds(self, signature: Signature, where: Group) -> float:
@@ -61,7 +62,7 @@ class TrialCosts(CostModel):
     def _device(self, device: Device) -> Device:
         found = self._devices.get(device)
         if found is None:
-            rates = rates_of(self._values, self._family, device)
+            rates = rates_of(self._values, self._family, device, self._old_libraries)
             found = self._devices[device] = replace(device, rates=rates)
         return found
 

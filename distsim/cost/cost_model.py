@@ -103,11 +103,13 @@ class CostModel:
 
         Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
         ``TopologyError`` when nothing links two devices of the group. What is gathered into a list
-        (``listed=1``) takes the host, for which the others wait, the time of a tensor for each rank besides.
+        (``listed=1``) takes the host, for which the others wait, the time of a tensor for each rank besides;
+        what kernels write to their peers' memory (``direct=1``) has no start.
         """
         kind, nbytes = collective_of(signature, group)
         self._forget_old_topology()
         topology = self.topology.as_shared_by(beside) if beside else self.topology
+        topology = topology.without_starts() if signature.attributes.get("direct", 0) else topology
         key = (kind, nbytes, group, topology)
         found = self._communication.get(key)
         if found is None:

@@ -79,7 +79,7 @@ class Topology:
         self._links: dict[tuple[int, int], Link] = {}
         self._levels: tuple[Level, ...] = ()
         self._version = 0
-        self._own_ports: dict[tuple[int, int], Topology] = {}
+        self._views: dict[tuple[int, tuple[Level, ...]], Topology] = {}
         self._crowds: dict[tuple[int, tuple[Device, ...]], int] = {}
 
     @classmethod
@@ -176,17 +176,26 @@ class Topology:
             self._crowds[self._version, devices] = count
         if count == 1:
             return self
-        found = self._own_ports.get((self._version, count))
+        levels: list[Level] = []
+        for level in self._levels:
+            part = min(level.devices_per_port, count)
+            link = dataclasses.replace(level.link, bandwidth=level.link.bandwidth / part)
+            uplinks = level.oversubscription * level.devices_per_port / part
+            own = dataclasses.replace(level, link=link, devices_per_port=1, oversubscription=uplinks)
+            levels.append(own)
+        return self._with_levels(tuple(levels))
+
+    def without_starts(self) -> Topology:
+        """Return the links for kernels that write to their peers' memory, and begin nothing as NCCL does."""
+        return self._with_levels(tuple([dataclasses.replace(level, start=0.0) for level in self._levels]))
+
+    def _with_levels(self, levels: tuple[Level, ...]) -> Topology:
+        """Return the same devices and links of pairs with other levels, made once."""
+        found = self._views.get((self._version, levels))
         if found is None:
-            found = Topology()
+            found = self._views[self._version, levels] = Topology()
             found._devices, found._links, found._version = self._devices, self._links, self._version
-            for level in self._levels:
-                part = min(level.devices_per_port, count)
-                link = dataclasses.replace(level.link, bandwidth=level.link.bandwidth / part)
-                uplinks = level.oversubscription * level.devices_per_port / part
-                own = dataclasses.replace(level, link=link, devices_per_port=1, oversubscription=uplinks)
-                found._levels = (*found._levels, own)
-            self._own_ports[self._version, count] = found
+            found._levels = levels
         return found
 
     @property

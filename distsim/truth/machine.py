@@ -41,16 +41,28 @@ ADAPTERS = r"\b(efa(v[0-9])?|aws|p4de?|p5(en)?)\b"
 CUT_NVLINK = r"\b[ah]800\b"
 """GPUs whose NVLink carries 400 GB/s both ways, where the presets' carries more."""
 
+HOPPER = ("dgx-h100", "dgx-h200", "hgx-h100-96gb", "h100-nvl", "h100-pcie")
+OLD_TORCH = r"\btorch ?(1\.[0-9]+|2\.[01])\b"
+OLD_LIBRARIES = 0.85
+"""How fast products are on Hopper, of what they are since, by cuBLAS of CUDA 12.1 and before, which torch 2.1
+has: the figure ``libraries.2023`` of experiments/calibrate.py."""
+
+OLD_KINDS = ("linear", "linear_float8", "grouped")
+
 ALMOST = 0.15
 """How far the GB that are printed of a GPU may be from what it has: 80 stands for 79.6 GiB."""
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster: the name of a preset with the number of nodes, and settings as in ``--set``."""
+    """A cluster: the name of a preset with the number of nodes, and settings as in ``--set``.
+
+    ``old_libraries``: products are of before they were tuned for its devices, as the settings say.
+    """
 
     name: str
     settings: tuple[str, ...]
+    old_libraries: bool = False
 
     def __str__(self) -> str:
         return " ".join([self.name, *self.settings])
@@ -112,7 +124,11 @@ def _with_columns(row: Row, preset: str, gpu: str, memory: float | None, devices
         for name in ("efficiency", "latency"):
             figure = adapter[f"levels.efa.{name}"]
             settings.append(f"{sized.levels[-1].name}.{name}={figure.value:g}{figure.unit}")
-    return Cluster(f"{preset}:{-(-devices // per_node)}", tuple(settings))
+    old = preset in HOPPER and bool(re.search(OLD_TORCH, plain(row, "framework")))
+    if old:
+        shares = dict(plainly.devices[0].rates.shares)
+        settings += [f"device.kernels.{kind}={shares[kind] * OLD_LIBRARIES:.3g}" for kind in OLD_KINDS]
+    return Cluster(f"{preset}:{-(-devices // per_node)}", tuple(settings), old)
 
 
 def _node(row: Row, plainly: Topology) -> list[str]:

@@ -40,6 +40,10 @@ from distsim.program.block import StageBlocks
 from distsim.transforms.kernels.policies import Kernels, fusible, is_epilogue, is_pointwise
 from distsim.transforms.tensor_parallel.blocks import RewrittenOps, called, rewritten_stages
 
+DIRECT = {"direct": 1}
+"""Of what chunks move: kernels write to their peers' memory, without NCCL (Transformer Engine's
+comm_gemm_overlap/userbuffers; torch's _symmetric_memory)."""
+
 _SPLIT = Cache[Function, RewrittenOps | None]("functions whose products are split, by function and policy", 4)
 
 
@@ -133,7 +137,7 @@ class _Chunking:
         for step in range(rows.ranks):
             last, following = step + 1 == rows.ranks, part
             if not last:
-                shift = Op("MPIShift", (part,), (), Attributes({"axis": rows.axis}))
+                shift = Op("MPIShift", (part,), (), Attributes({"axis": rows.axis, **DIRECT}))
                 following = made.add(gather, replace(shift, name=self.given[gather].name))
             back = Attributes({"axis": rows.axis, "pieces": (rows.ranks,), "back": step})
             owner = made.add(gather, Op("LocalPlaces", (ranks,), (), back))
@@ -226,7 +230,7 @@ class _Chunking:
             part = rows.attributes(dim, axis=rows.axis, chunk=chunk, count=count)
             taken = made.add(place, Op("RankRows", (value,), (), part))
             product_of = _of_chunk(product, {value: taken}, {summed: rows.dim}, count)
-            plain = Attributes({"axis": rows.axis, "dim": rows.dim})
+            plain = Attributes({"axis": rows.axis, "dim": rows.dim, **DIRECT})
             own = replace(self.given[scatter], inputs=(made.add(place, product_of),), attributes=plain)
             put = Attributes({"dim": rows.dim, "chunk": chunk, "count": count})
             op = Op("PutChunk", (made.add(scatter, own), *whole), (), put)
