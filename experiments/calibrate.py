@@ -38,7 +38,7 @@ SPREAD = 0.10
 """What a row is expected to differ by: about what sources differ by on the same machine."""
 QUANTILE = 1.645
 """How many standard deviations 90 % intervals reach to either side."""
-STEPS = 4
+STEPS = 2
 """Steps of Gauss-Newton: derivatives are taken anew at every second one."""
 
 

@@ -15,7 +15,9 @@ from training_models import (
 
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor
-from distsim.ir import Function, FunctionMaker, Mesh, Tensor, Topology, all_ops
+from distsim.ir import Device, Function, FunctionMaker, Mesh, Tensor, Topology, all_ops
+from distsim.ir.link import Link
+from distsim.ir.topology import Level
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.simulation.tasks import recurrence
@@ -82,6 +84,21 @@ def test_what_is_exposed():
     plain, chunks = (max(recurrence.run(lower(each, costs))[1]) for each in ways)
     assert plain == pytest.approx(2 * product + 2 * moved, rel=1e-6)
     assert chunks == pytest.approx(2 * product + moved / 4, rel=1e-6)
+
+
+def test_nothing_has_to_begin_for_chunks():
+    """Kernels write to their peers' memory: what NCCL takes to start is in the plain collectives alone."""
+    start, level = 1e-3, Level("nvlink", Link(1e12), 4)
+    costs = [
+        CostModel(Topology.hierarchical(Device(0, "gpu"), 4, [replace(level, start=each)]))
+        for each in (0.0, start)
+    ]
+    group = tuple(costs[0].topology.devices)
+    function = between_products(costs[0].topology, 512, 512, None)
+    for own, slower in ((split(function, SPLIT).function, 0.0), (function, start)):
+        moved = [signature_of(op) for op in own.ops if operator(op.op_type).moves]
+        quick, slow = ([model.communication_seconds(each, group) for each in moved] for model in costs)
+        assert slow == pytest.approx([seconds + slower for seconds in quick], rel=1e-12) and moved
 
 
 def test_as_many_bytes_travel():

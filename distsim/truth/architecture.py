@@ -127,7 +127,9 @@ def _gpt(row: Row, arch: str, numbers: _Numbers, megatron: bool, assumed: list[s
         assumed.append("tied embeddings")
     if not numbers.ffn:
         assumed.append("ffn 4 x hidden")
-    if megatron:
+    # NemotronConfig of NeMo has no dropout, as reports of these models say (gpt/model/nemotron.py).
+    drops = megatron and "nemotron" not in f"{arch} {plain(row, 'model')}"
+    if drops:
         assumed.append("dropout 0.1")
     activation = "silu" if gated and "geglu" not in arch else "gelu"
     return DecoderSizes(
@@ -138,7 +140,7 @@ def _gpt(row: Row, arch: str, numbers: _Numbers, megatron: bool, assumed: list[s
         FeedForward(numbers.ffn or None, activation, gated=bool(gated), bias=bias),
         norm=Norm("rms" if "rmsnorm" in arch else "layer"),
         positions=Positions(number(row, "seq"), learned=not rotary),
-        dropout=MEGATRON_DROPOUT if megatron else DropoutRates(),
+        dropout=MEGATRON_DROPOUT if drops else DropoutRates(),
         tied=tied,
         names=GPT_NAMES,
     )

@@ -26,6 +26,7 @@ FRAMEWORKS = (
         None,
     ),
     ("parax|alpa|jax|xla|maxtext|levanter|easylm", "plain", "compiled"),
+    (r"nemo ?2|megatron[- ]bridge", "megatron", "fused_loss"),
     ("megatron|megascale|nemo|mcore|galvatron|transformer ?engine", "megatron", None),
     ("pytorch|torch|transformers|hugging ?face", "plain", None),
 )
@@ -33,7 +34,8 @@ FRAMEWORKS = (
 the stack's: those of FSDP are as torchtitan's, block by block; XLA fuses what it compiles. FlashAttention's
 own training scripts, and llm.c, have fused kernels of norms with residuals, of MLPs and of the loss
 (flash-attention, training/README.md; llm.c, llmc/*.cuh); codes in house of 3D parallelism are as Megatron-LM,
-which they descend from or say that they resemble; SageMaker's sharding is MiCS, on DeepSpeed."""
+which they descend from or say that they resemble; SageMaker's sharding is MiCS, on DeepSpeed; NeMo 2 fuses
+the loss (nemo/collections/llm/gpt/model/base.py, cross_entropy_loss_fusion)."""
 
 LOSS_COMPILED = "2025-04"
 """Since when torchtitan compiles the loss with the blocks (bbb1b616; 9dec370 of December 2024 says that this
