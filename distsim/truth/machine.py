@@ -42,10 +42,11 @@ CUT_NVLINK = r"\b[ah]800\b"
 """GPUs whose NVLink carries 400 GB/s both ways, where the presets' carries more."""
 
 HOPPER = ("dgx-h100", "dgx-h200", "hgx-h100-96gb", "h100-nvl", "h100-pcie")
-OLD_TORCH = r"\btorch ?(1\.[0-9]+|2\.[01])\b"
-OLD_LIBRARIES = 0.85
-"""How fast products are on Hopper, of what they are since, by cuBLAS of CUDA 12.1 and before, which torch 2.1
-has: the figure ``libraries.2023`` of experiments/calibrate.py."""
+OLD_TORCH = r"\b(py)?torch ?(1\.[0-9]+|2\.[0-3])\b|\bnanotron\b"
+OLD_LIBRARIES = 0.837
+"""How fast products are on Hopper, of what they are since, by cuBLAS of CUDA 12.1 and before: the figure
+``libraries.2023`` of experiments/calibrate.py. Torch has another CUDA since 2.4; nanotron's README installs one of
+CUDA 12.1 (042dfeaa)."""
 
 OLD_KINDS = ("linear", "linear_float8", "grouped")
 
