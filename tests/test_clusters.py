@@ -397,3 +397,9 @@ def test_damaged_files_are_refused_by_name(tmp_path_factory, place, length, piec
         load_cluster(str(path))
     except TopologyError as error:
         assert "damaged.toml" in str(error) and "\n" not in str(error)
+
+
+def test_a_node_as_large_as_the_level_inside_it_is_one_level():
+    """Four V100 a node, as of many machines: the cube of two fours joins nothing."""
+    found = load_cluster("dgx-1:2", ["devices_per_node=4"])
+    assert [(level.name, level.group_size) for level in found.levels] == [("nvlink", 4), ("infiniband", None)]

@@ -114,15 +114,22 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
     count = table.devices_per_node * nodes
     if count > MAX_DEVICES:
         raise TopologyError(f"{name}: {nodes} nodes are {count} devices; at most {MAX_DEVICES} are supported")
+    node = table.devices_per_node
     for level in table.levels:
-        size, node = level.group_size, table.devices_per_node
+        size = level.group_size
         if size is not None and size % node and node % size:
             raise TopologyError(
                 f"{read.origin}: groups of {size} devices at level {level.name!r} would straddle nodes of "
                 f"{node}; one of the two must be a multiple of the other"
             )
     si = {name: figure.si_value for name, figure in read.figures.items()}
-    joining = [each for each in table.levels if each.group_size != 1 or table.devices_per_node > 1]
+    # Of levels whose groups are a node that was made small the outer ones join nothing.
+    sizes = [None, *[level.group_size for level in table.levels]]
+    joining = [
+        each
+        for each, inner in zip(table.levels, sizes, strict=False)
+        if not each.group_size == node == inner and (each.group_size != 1 or node > 1)
+    ]
     try:
         first, levels = _device(table.device, si, count), [_level(level, si) for level in joining]
         kinds = [(_device_of_kind(read, kind, first, count), kind.count) for kind in table.nodes]

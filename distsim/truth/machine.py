@@ -45,8 +45,8 @@ HOPPER = ("dgx-h100", "dgx-h200", "hgx-h100-96gb", "h100-nvl", "h100-pcie")
 OLD_TORCH = r"\b(py)?torch ?(1\.[0-9]+|2\.[0-3])\b|\bnanotron\b"
 OLD_LIBRARIES = 0.837
 """How fast products are on Hopper, of what they are since, by cuBLAS of CUDA 12.1 and before: the figure
-``libraries.2023`` of experiments/calibrate.py. Torch has another CUDA since 2.4; nanotron's README installs one of
-CUDA 12.1 (042dfeaa)."""
+``libraries.2023`` of experiments/calibrate.py. Torch has a later one since 2.4; nanotron's README installs
+torch with CUDA 12.1 (042dfeaa)."""
 
 OLD_KINDS = ("linear", "linear_float8", "grouped")
 
