@@ -67,7 +67,9 @@ FIGURES: dict[str, FittedFigure] = {
     "linear.gb200": FittedFigure(0.66, 0.15, "as B200; its power, 1,200 W, allows a higher clock"),
     "linear.v100": FittedFigure(0.96, 0.2, "as A100; not measured"),
     "libraries.2023": FittedFigure(
-        0.9, 0.1, "of linear.h100: products of torch 2.1 and before, CUDA 12.1, tuned for Hopper since then"
+        0.9,
+        0.1,
+        "of linear.h100: products of CUDA 12.1 and before (torch up to 2.4), tuned for Hopper since then",
     ),
     "float8": FittedFigure(1.0, 0.08, "in a step, of what kernels alone are faster by than those of 16 bits"),
     "batched": FittedFigure(0.8, 0.2, "of linear: thin products of heads"),

@@ -354,7 +354,8 @@ def test_columns_of_overlap_and_recomputation_are_read():
     assert case.plan.remat == "parts:norms+activations"
     assert case.sizes.experts.dispatcher == "deepep"
     assert case.precision.gradient_sum.name == "bfloat16"
-    plain = case_of({**NVIDIA, "overlap": "TP wgrad overlapped", "recompute": "none"})
+    others = {"overlap": "grad-reduce off; TP wgrad overlapped; no DeepEP", "recompute": "none"}
+    plain = case_of({**NVIDIA, **others})
     assert (plain.plan.tp_overlap, plain.plan.remat) == ("on", "none")
     assert plain.sizes.experts.dispatcher != "deepep" and plain.precision.gradient_sum.name == "float32"
 
@@ -390,3 +391,10 @@ def test_products_on_hopper_are_of_the_libraries_of_their_time(framework, gpu, o
     own, usual = (dict(each.topology().devices[0].rates.shares)["linear"] for each in clusters)
     assert cluster.old_libraries == old
     assert own / usual == pytest.approx(OLD_LIBRARIES if old else 1.0, rel=5e-3)
+
+
+def test_modules_that_are_recomputed_are_all_known_or_refused():
+    found = case_of({**NVIDIA, "recompute": "selective (RMSNorm and MLA up-projection)"}).plan.remat
+    assert found == "parts:norms+up_projections"
+    with pytest.raises(MissingFeatureError, match="recompute 'shared-experts' beside norms"):
+        case_of({**NVIDIA, "recompute": "selective (layernorm, shared_experts)"})

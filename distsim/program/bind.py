@@ -174,10 +174,12 @@ class Binder:
             reads = (*reads, *map(self.on(rank, ONCE).__getitem__, part.accumulated))
             function, names = part.accumulating, part.accumulating_names
         if kind is Kind.FORWARD and stage in self.begun and (self.versions or not place & LATER):
+            behind = 0  # what is gathered already
             for ahead in [self.parts.ahead[other % self.chain] for other in self.begun[stage]]:
                 made = {key: at for at, key in enumerate(ahead.outputs)}
                 places = tuple([made.get(key.value, -1) for key in reads])
-                begin = beginning(function, ahead.function, places)
+                begin = beginning(function, ahead.function, places, behind)
+                behind = 1 + max([at for at, origin in enumerate(begin.origins) if origin and origin[0] == 1])
                 reads = (*[key for key, at in zip(reads, places, strict=True) if at < 0],)
                 reads += self._reads(ahead.inputs, rank, start)
                 makes += tuple([Key(v, rank, ONCE if self.once(v) else FIRST) for v in ahead.outputs])

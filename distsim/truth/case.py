@@ -71,9 +71,9 @@ def case_of(row: Row) -> Case:
     sizes = sizes_of(row, "megatron" in plain(row, "framework"), layout.plan.tp, assumed)
     if sizes.experts is not None:  # each rank routes its own tokens
         routed = replace(sizes.experts, groups=layout.plan.sequence_parts)
-        if re.search(
-            r"\bdeep-?ep\b", f"{plain(row, 'overlap')} {plain(row, 'notes')} {plain(row, 'framework')}"
-        ):
+        clauses = re.split(r"[;,]", f"{plain(row, 'overlap')};{plain(row, 'framework')}")
+        said = [each for each in clauses if re.search(r"\bdeep-?ep\b", each)]
+        if said and not any(re.search(r"\b(no|not|without|off)\b", each) for each in said):
             routed = replace(routed, dispatcher="deepep")
         sizes = replace(sizes, experts=routed)
     cluster = cluster_of(row, layout.plan.devices, assumed)

@@ -217,8 +217,8 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
     if re.search(r"save-dot(-only|-with-no-batch)|\bminimal\b", text):  # XLA's names: products of weights
         return "ops:MatMul+Gemm+Attention" if re.search(r"attention", text) else "ops:MatMul+Gemm"
     if re.match(r"(selective|sac|attention|core)", text):
-        parts = [name for pattern, name in MODULES if re.search(pattern, text)]
-        if {"norms", "up_projections"} & {*parts}:
+        parts = _modules(text)
+        if parts:
             return f"parts:{'+'.join(parts)}"
         if re.search(r"per-op|\bop\b|matmul", text):
             # torchtitan, _save_list: attention, what tp ranks scatter, and aten.mm, of which each second. Of
@@ -284,15 +284,32 @@ def _experts(row: Row, degrees: Mapping[str, int], assumed: list[str]) -> dict[s
 
 
 MODULES = (
-    (r"norm", "norms"),
-    (r"activations?\b|moe-?act", "activations"),
-    (r"up-?proj", "up_projections"),
-    (r"core-?att|\battention", "attention"),
+    (r"(layer-?|rms-?)?norms?", "norms"),
+    (r"activations?|moe-?act", "activations"),
+    (r"(mla[- ])?up-?proj(ections?)?", "up_projections"),
+    (r"(core-?)?att(entio)?n", "attention"),
 )
 """The modules of Megatron-LM's --recompute-modules, as parts of a layer."""
 
+
+def _modules(text: str) -> list[str]:
+    """Return the parts of a layer that a list in brackets names, but for attention alone.
+
+    Raises :class:`MissingFeatureError` for a list of which some are such modules, and some are not.
+    """
+    listed = re.search(r"\(([^()]*)\)", text)
+    items = [item.strip() for item in re.split(r",|\+|\band\b", listed[1])] if listed else []
+    found = [next((name for pattern, name in MODULES if re.fullmatch(pattern, item)), None) for item in items]
+    named = [name for name in found if name is not None]
+    if not named or set(named) == {"attention"}:
+        return []
+    if len(named) < len(items):
+        raise MissingFeatureError(f"recompute {items[found.index(None)]!r:.60} beside {named[0]}")
+    return named
+
+
 _SUBJECTS = (
-    (r"\btp\b|tensor|async-?tp|wgrad", "tp_overlap"),
+    (r"\btp\b|tensor|async-?tp|wgrad|user-?buffer", "tp_overlap"),
     (r"param|fsdp prefetch|gathers?\b", "overlap_params"),
     (r"grad|\bddp\b|\bdp\b|reduce-scatter", "overlap_grads"),
 )
@@ -306,13 +323,13 @@ def _overlap(row: Row, grads: bool, params: bool) -> dict[str, str | int]:
     found: dict[str, str | int] = {}
     for clause in re.split(r"[;,]", plain(row, "overlap")):
         off = re.search(r"\b(not|no|off|without|disabled|none)\b", clause)
-        on = re.search(r"overlap|prefetch|async", clause)
+        on = re.search(r"overlap|prefetch|async|user-?buffer", clause)
         if "not stated" in clause or not (on or off):
             continue
         for name in [name for pattern, name in _SUBJECTS if re.search(pattern, clause)]:
             if name == "tp_overlap":
                 # Transformer Engine's and torch's split products, too.
-                parts = re.search(r"async|user-?buffer|\btp[- ]comm", clause)
+                parts = re.search(r"async|user-?buffer|\btp[- ]comm[- ]overlap", clause)
                 found[name] = "off" if off else "split" if parts else "on"
                 break
             if grads if name == "overlap_grads" else params:

@@ -42,13 +42,13 @@ CUT_NVLINK = r"\b[ah]800\b"
 """GPUs whose NVLink carries 400 GB/s both ways, where the presets' carries more."""
 
 HOPPER = ("dgx-h100", "dgx-h200", "hgx-h100-96gb", "h100-nvl", "h100-pcie")
-OLD_TORCH = r"\b(py)?torch ?(1\.[0-9]+|2\.[0-3])\b|\bnanotron\b"
+OLD_TORCH = r"\b(py)?torch[ =-]*(1\.[0-9]+|2\.[0-4])(?![0-9])|\bnanotron\b"
 OLD_LIBRARIES = 0.837
 """How fast products are on Hopper, of what they are since, by cuBLAS of CUDA 12.1 and before: the figure
-``libraries.2023`` of experiments/calibrate.py. Torch has a later one since 2.4; nanotron's README installs
-torch with CUDA 12.1 (042dfeaa)."""
+``libraries.2023`` of experiments/calibrate.py. Torch up to 2.4 has that (its wheels pin cuBLAS 12.1.3), and
+nanotron's README installs one of it (042dfeaa)."""
 
-OLD_KINDS = ("linear", "linear_float8", "grouped")
+OLD_KINDS = ("linear", "linear_float8", "batched", "grouped")
 
 ALMOST = 0.15
 """How far the GB that are printed of a GPU may be from what it has: 80 stands for 79.6 GiB."""

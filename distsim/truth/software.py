@@ -11,10 +11,9 @@ from distsim.transforms.autodiff.precision import POLICIES, Precision
 from distsim.truth.row import MissingFeatureError, Row, cell, number, plain
 
 FRAMEWORKS = (
-    (r"flash-?att(entio)?n\b.*\btraining", "torch", "fused_loss"),
+    (r"^flash-?att(entio)?n\b.*\btraining", "torch", "fused_loss"),
     (r"\bllm\.c\b", "megatron", "fused_loss"),
     (r"aleph ?alpha|hai-llm|\bmeta internal", "megatron", None),
-    (r"sagemaker|\bmics\b", "deepspeed", None),
     ("torchtitan", "torchtitan", None),
     ("nanotron", "nanotron", None),
     ("megatron.*deepspeed", "deepspeed", "fused_deepspeed"),  # the model is Megatron-LM's
@@ -26,8 +25,9 @@ FRAMEWORKS = (
         None,
     ),
     ("parax|alpa|jax|xla|maxtext|levanter|easylm", "plain", "compiled"),
-    (r"nemo ?2|megatron[- ]bridge", "megatron", "fused_loss"),
+    (r"nemo ?2\b|megatron[- ]bridge", "megatron", "fused_loss"),
     ("megatron|megascale|nemo|mcore|galvatron|transformer ?engine", "megatron", None),
+    ("sagemaker model parallel", "deepspeed", None),
     ("pytorch|torch|transformers|hugging ?face", "plain", None),
 )
 """The stack of a framework whose column has the pattern, the first that fits, and kernels where they are not
@@ -242,7 +242,8 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
     elif half and not brain:
         policy = POLICIES["mixed_fp16"]
     elif brain or eight:
-        policy = _brain(f"{text} {plain(row, 'overlap')}", stack)
+        reduced = re.search(rf"({_HALF}|{_BRAIN})[- ](grad|reduc)", plain(row, "overlap"))
+        policy = _brain(f"{text}; {reduced[0] if reduced else ''}", stack)
     elif re.search(r"tf-?32", text):
         policy = POLICIES["tf32"]
     elif re.search(r"fp-?32|float-?32|\bsingle\b", text):

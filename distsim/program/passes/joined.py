@@ -50,14 +50,16 @@ def ending(function: Function, after: Function, sums: Places, others: frozenset[
     return _JOINED.get(function, (after, sums, others), lambda: _Joiner(function).ended(after, sums, others))
 
 
-def beginning(function: Function, before: Function, places: Places) -> Joined:
+def beginning(function: Function, before: Function, places: Places, start: int = 0) -> Joined:
     """Return a pass that makes some of its inputs by the ops of ``before``, whose inputs follow its own.
 
     ``places`` says of each input of the pass which output of ``before`` it is, -1 for none: those are no
     inputs any more. What one collective makes is gathered when the pass begins to read what the one before
-    makes; the first waits for what its reader waits for besides. Made once.
+    makes; the first waits for what its reader waits for besides. Where the pass reads nothing of it, all of
+    ``before`` runs from op ``start`` on, whose operands it waits for. Made once.
     """
-    return _JOINED.get(function, (before, places), lambda: _Joiner(function).begun(before, places))
+    key = before, places, start
+    return _JOINED.get(function, key, lambda: _Joiner(function).begun(before, places, start))
 
 
 class _Joiner:
@@ -108,7 +110,7 @@ class _Joiner:
 
     # --- the first call -------------------------------------------------------------------------------
 
-    def begun(self, before: Function, places: Places) -> Joined:
+    def begun(self, before: Function, places: Places, start: int) -> Joined:
         """Return what :func:`beginning` does."""
         function = self.function
         made = {
@@ -117,7 +119,7 @@ class _Joiner:
         env: dict[Value, Value] = {
             value: Value(value.name, value.type, value.role) for value in before.inputs
         }
-        ahead = self._parts(before, made)
+        ahead = self._parts(before, made) if made else [(start, [*range(len(before.ops))])]
         for place, op in enumerate(function.ops):
             while ahead and ahead[0][0] <= place:
                 self._make(before, ahead.pop(0)[1], env, made, op)
