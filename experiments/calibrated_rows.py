@@ -53,11 +53,9 @@ class TrialCosts(CostModel):
         """Seconds of the host on the device as it is tried."""
         return super().launch_seconds(signature, self._device(device))
 
-    def slowdown_seconds(
-        self, signature: Signature, group: Group, device: Device, beside: Group = ()
-    ) -> float:
+    def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
         """Seconds that computation loses on the device as it is tried."""
-        return super().slowdown_seconds(signature, group, self._device(device), beside)
+        return super().slowdown_seconds(signature, group, self._device(device))
 
     def _device(self, device: Device) -> Device:
         found = self._devices.get(device)

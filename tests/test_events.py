@@ -101,13 +101,35 @@ def test_without_contention_ranks_that_do_the_same_divide_their_ports():
     steps: dict[tuple[str, str], float] = {}
     for ports in ("own", "shared"):
         topology = nodes(4, per_node=8, per_port=8 if ports == "shared" else 1)
-        for fields in ("dp=4,tp=8", "tp=8,pp=4,microbatches=1"):
-            joint = differentiate(mlp(layers=4, width=256, batch=32), SGD())
+        for fields in (
+            "dp=4,tp=8",
+            "dp=4,tp=8,zero=1",
+            "tp=8,pp=4,microbatches=1",
+            "dp=3,tp=4,zero=1",
+            "dp=12",
+        ):
+            joint = differentiate(mlp(layers=4, width=256, batch=96), SGD())
             program = parallelize(joint, Plan.parse(fields), topology)
             steps[fields, ports] = Simulator(CostModel(topology)).simulate(program).step_time
             shared = Simulator(CostModel(topology), engine="events", contention=True).simulate(program)
             assert steps[fields, ports] == pytest.approx(shared.step_time, rel=1e-6)
     assert all(steps[fields, "own"] < steps[fields, "shared"] for fields, _ in steps)
+
+
+ORDERS = ("pp-cp-ep-dp-tp", "cp-ep-dp-tp-pp", "tp-cp-ep-dp-pp", "dp-tp-cp-ep-pp")
+
+
+def test_what_is_known_of_one_order_of_ranks_is_not_taken_for_another():
+    """Ports are as crowded as ranks lie: a cost model that has seen other orders says what a new one does."""
+    joint, steps = differentiate(mlp(layers=4, width=512, batch=8), SGD()), dict[str, float]()
+    seen = CostModel(nodes(4, per_node=2, per_port=2))
+    for order in (*ORDERS, *reversed(ORDERS)):
+        plan = Plan.parse(f"dp=2,tp=2,pp=2,microbatches=2,order={order}")
+        for engine, costs in (("maxplus", seen), ("events", CostModel(nodes(4, per_node=2, per_port=2)))):
+            program = parallelize(joint, plan, costs.topology, costs)
+            found = Simulator(costs, engine=engine).simulate(program).step_time
+            assert steps.setdefault(order, found) == found
+    assert len(set(steps.values())) == 3
 
 
 def test_an_all_reduce_that_crosses_a_shared_nic_slows_the_pipeline_sends_that_share_it():

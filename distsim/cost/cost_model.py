@@ -22,6 +22,7 @@ from distsim.cost.distir_costs import DistIRRules
 from distsim.cost.roofline import ROOFLINE, CostRules
 from distsim.errors import CostError
 from distsim.hardware.rank_axes import logical_mesh
+from distsim.hardware.routes import GroupOfMany
 from distsim.ir import Device, Op, Topology, all_ops
 from distsim.ir.kernel_rates import WAYS_TO_LAUNCH
 from distsim.ops import Signature, Work, operator, signature_of, work
@@ -95,11 +96,10 @@ class CostModel:
             raise CostError(f"{signature} runs on no device; place its inputs")
         return max([self._on_device(signature, device) for device in where])
 
-    def communication_seconds(self, signature: Signature, group: Group, beside: Group = ()) -> float:
+    def communication_seconds(self, signature: Signature, group: Group) -> float:
         """Seconds of a communication op over one group; for a transfer, the group's first is the root.
 
-        ``beside`` are the devices that do the same at once, those of the group among them: as all ranks of a
-        stage run a collective of theirs, or send, together. Where they share a port, each has its part of it.
+        One that has a family (:class:`GroupOfMany`) divides with it what they share.
 
         Raises :class:`CostError` for an op that is no communication, or for an unusable cost, and
         ``TopologyError`` when nothing links two devices of the group. What is gathered into a list
@@ -108,8 +108,8 @@ class CostModel:
         """
         kind, nbytes = collective_of(signature, group)
         self._forget_old_topology()
-        topology = self.topology.as_shared_by(beside) if beside else self.topology
-        topology = topology.without_starts() if signature.attributes.get("direct", 0) else topology
+        direct = signature.attributes.get("direct", 0)
+        topology = self.topology.without_start() if direct else self.topology
         key = (kind, nbytes, group, topology)
         found = self._communication.get(key)
         if found is None:
@@ -135,9 +135,7 @@ class CostModel:
         count = _kernels(signature)
         return kernel * count + device.rates.tensor * (_tensors(signature) - 1)
 
-    def slowdown_seconds(
-        self, signature: Signature, group: Group, device: Device, beside: Group = ()
-    ) -> float:
+    def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
         """Seconds that computation on a device of a group loses while a collective runs beside it.
 
         Both take ``max(computation + slowdown, collective)``, as far as one does not wait for the other. 0
@@ -147,7 +145,7 @@ class CostModel:
         meaning = operator(signature.op_type).communication
         if not slowdown or meaning is None or meaning.transfers:
             return 0.0
-        return slowdown * self.communication_seconds(signature, group, beside)
+        return slowdown * self.communication_seconds(signature, group)
 
     def latencies(self, signature: Signature, device: Device) -> tuple[float, float]:
         """Return the seconds of an op's bytes alone and of its flops alone, by the rules of the model.
@@ -216,8 +214,17 @@ class CostModel:
         """Return how each group lies on the topology; a single entry where all lie alike.
 
         Groups with equal entries, of one call or another, take equally long over every collective: each
-        level cuts them alike, and the links of pairs that were set are the same.
+        level cuts them alike, the links of pairs that were set are the same, and where ports are shared all
+        that do the same at once lie alike: the family of a group, or all that are asked for.
         """
+        if self.topology.has_shared_ports:
+            family = groups[0].family if isinstance(groups[0], GroupOfMany) else groups
+            every = np.array([device.id for group in family for device in group], np.int64)
+            moved = every - every[0] // max(self.topology.cuts) * max(self.topology.cuts)
+            return tuple([(moved.tobytes(), *own) for own in self._routes(groups)])
+        return self._routes(groups)
+
+    def _routes(self, groups: Sequence[Group]) -> tuple[tuple[Hashable, ...], ...]:
         ids = np.array([[device.id for device in group] for group in groups], np.int64)
         cuts = [ids // size for size in self.topology.cuts]
         cuts = [cut - cut[:, :1] for cut in cuts]

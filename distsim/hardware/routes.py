@@ -17,6 +17,44 @@ Group = tuple[Device, ...]
 Hop = tuple[Device, Device]
 
 
+class GroupOfMany(tuple[Device, ...]):
+    """A group beside others that do the same at once, ``family``, itself among them: they divide what they
+    share. It is as long as one of these, and equal to none that is alone."""
+
+    family: tuple[Group, ...]
+    _hash: int
+
+    def __new__(cls, group: Group, family: tuple[Group, ...]) -> GroupOfMany:
+        """Return the group with its family."""
+        made = super().__new__(cls, group)
+        made.family, made._hash = family, hash((tuple(group), family))
+        return made
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, GroupOfMany):
+            return False
+        return self._hash == other._hash and tuple(self) == tuple(other) and self.family == other.family
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return GroupOfMany, (tuple(self), self.family)
+
+
+def among(group: Group, family: tuple[Group, ...], topology: Topology) -> Group:
+    """Return a group with its family, or as it is where nobody shares anything."""
+    return GroupOfMany(group, family) if len(family) > 1 and topology.has_shared_ports else group
+
+
+def family_of(group: Group) -> tuple[Group, ...]:
+    """Return the groups that do the same at once, the given one first."""
+    if not isinstance(group, GroupOfMany):
+        return (group,)
+    own = tuple(group)
+    return (own, *[each for each in group.family if each != own])
+
+
 @dataclass(frozen=True, slots=True)
 class Channel:
     """One direction of something that messages share: a port, an uplink, or the link of a pair.
@@ -139,7 +177,7 @@ def _bandwidth(family: tuple[Group, ...], topology: Topology) -> float:
 def _route_of(group: Group, topology: Topology) -> Route:
     if len(dict.fromkeys(group)) != len(group):
         raise CostError(f"a device occurs twice in a group of {len(group)} ranks")
-    route = _route((group,), topology)
+    route = _route(family_of(group), topology)
     if not any(level.start for level in topology.levels):
         return route
     crossed = [topology.level(a, b) for a, b in ring_hops((group,))]
@@ -183,9 +221,11 @@ def rails_of(parts: Iterable[tuple[Group, ...]], count: int) -> tuple[Group, ...
 
 
 def _exchange(group: Group, topology: Topology) -> PeerCosts:
+    family = family_of(group)
+    group = family[0]
     slowness, latency = [0.0] * len(group), [0.0] * len(group)
     if topology.has_shared_ports:
-        return _shared_exchange(group, topology)
+        return _shared_exchange(family, topology)
     if topology.has_pair_links:
         for i, a in enumerate(group):
             links = [topology.link(a, b) for b in group if b is not a]
@@ -206,14 +246,16 @@ def _exchange(group: Group, topology: Topology) -> PeerCosts:
     return PeerCosts(max(slowness), max(latency), slowness[0], latency[0])
 
 
-def _shared_exchange(group: Group, topology: Topology) -> PeerCosts:
+def _shared_exchange(family: tuple[Group, ...], topology: Topology) -> PeerCosts:
     """Where ports are shared: a byte to each peer keeps a channel busy for what all its ranks put on it.
 
     The first rank on its own (a scatter) shares with no one, but passes the narrowest channel.
     """
     load: Counter[Channel] = Counter()
-    for a, b in permutations(group, 2):
-        load.update(channels(a, b, topology))
+    for each in family:
+        for a, b in permutations(each, 2):
+            load.update(channels(a, b, topology))
+    group = family[0]
     slowness = max((count / channel.capacity for channel, count in load.items()), default=0.0)
     latencies = [math.fsum(topology.link(a, b).latency for b in group if b != a) for a in group]
     first = math.fsum(

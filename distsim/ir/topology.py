@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
@@ -79,8 +78,7 @@ class Topology:
         self._links: dict[tuple[int, int], Link] = {}
         self._levels: tuple[Level, ...] = ()
         self._version = 0
-        self._views: dict[tuple[int, tuple[Level, ...]], Topology] = {}
-        self._crowds: dict[tuple[int, tuple[Device, ...]], int] = {}
+        self._views: dict[int, Topology] = {}
 
     @classmethod
     def hierarchical(cls, device: Device, count: int, levels: Iterable[Level]) -> Topology:
@@ -156,46 +154,16 @@ class Topology:
         """Whether some level has ports or uplinks that several devices share."""
         return any(level.shared for level in self._levels)
 
-    def as_shared_by(self, devices: tuple[Device, ...]) -> Topology:
-        """Return what each of these devices has when all send at once: of a port its part, for itself.
-
-        The same topology where no two of them share a port.
-
-        >>> nic = Level("nic", Link(50e9), devices_per_port=4)
-        >>> shared = Topology.hierarchical(Device(0, "gpu"), 16, [Level("nvlink", Link(450e9), 8), nic])
-        >>> gpus = shared.devices
-        >>> [shared.as_shared_by(own).levels[1].link.bandwidth / 1e9 for own in (gpus[::4], gpus[::2], gpus)]
-        [50.0, 25.0, 12.5]
+    def without_start(self) -> Topology:
+        """Return the links for kernels that write to their peers' memory: within the innermost level nothing
+        begins first, as in NCCL.
         """
-        widest = max([level.devices_per_port for level in self._levels], default=1)
-        if widest == 1:
-            return self
-        count = self._crowds.get((self._version, devices))
-        if count is None:
-            count = max(Counter([device.id // widest for device in devices]).values())
-            self._crowds[self._version, devices] = count
-        if count == 1:
-            return self
-        levels: list[Level] = []
-        for level in self._levels:
-            part = min(level.devices_per_port, count)
-            link = dataclasses.replace(level.link, bandwidth=level.link.bandwidth / part)
-            uplinks = level.oversubscription * level.devices_per_port / part
-            own = dataclasses.replace(level, link=link, devices_per_port=1, oversubscription=uplinks)
-            levels.append(own)
-        return self._with_levels(tuple(levels))
-
-    def without_starts(self) -> Topology:
-        """Return the links for kernels that write to their peers' memory, and begin nothing as NCCL does."""
-        return self._with_levels(tuple([dataclasses.replace(level, start=0.0) for level in self._levels]))
-
-    def _with_levels(self, levels: tuple[Level, ...]) -> Topology:
-        """Return the same devices and links of pairs with other levels, made once."""
-        found = self._views.get((self._version, levels))
+        found = self._views.get(self._version)
         if found is None:
-            found = self._views[self._version, levels] = Topology()
+            found = self._views[self._version] = Topology()
             found._devices, found._links, found._version = self._devices, self._links, self._version
-            found._levels = levels
+            inner = [dataclasses.replace(level, start=0.0) for level in self._levels[:1]]
+            found._levels = (*inner, *self._levels[1:])
         return found
 
     @property

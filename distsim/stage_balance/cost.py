@@ -9,6 +9,7 @@ from numbers import Integral
 
 from distsim.cost.cost_model import CostModel, Group
 from distsim.errors import PartitionError
+from distsim.hardware.routes import among
 from distsim.ir import NO_ATTRIBUTES, Mesh, Tensor
 from distsim.ir.type import UInt8
 from distsim.ops import Signature
@@ -150,7 +151,6 @@ def mesh_communication(mesh: Mesh, cost_model: CostModel) -> Communication:
     """
     pairs: dict[tuple[int, int], list[Group]] = {}
     known: dict[tuple[int, int, int], float] = {}
-    slices = mesh.slices("pp")
 
     def seconds(source: int, target: int, nbytes: float) -> float:
         key = (source, target, round(nbytes))
@@ -159,8 +159,7 @@ def mesh_communication(mesh: Mesh, cost_model: CostModel) -> Communication:
                 pairs[key[:2]] = _distinct(mesh, source, target, cost_model)
             type_ = Tensor(UInt8(), (key[2],))
             signature = Signature("Send", NO_ATTRIBUTES, (type_,), (type_,))
-            of = cost_model.communication_seconds
-            known[key] = max([of(signature, pair, slices[source].devices) for pair in pairs[key[:2]]])
+            known[key] = max(cost_model.communication_seconds(signature, pair) for pair in pairs[key[:2]])
         return known[key]
 
     return seconds
@@ -171,4 +170,5 @@ def _distinct(mesh: Mesh, source: int, target: int, cost_model: CostModel) -> li
     ends = (mesh.at(pp=stage).devices for stage in (source, target))
     groups: list[Group] = list(zip(*ends, strict=True))
     routes = cost_model.routes(groups)
-    return groups[:1] if len(routes) == 1 else list(dict(zip(routes, groups, strict=True)).values())
+    found = groups[:1] if len(routes) == 1 else dict(zip(routes, groups, strict=True)).values()
+    return [among(pair, tuple(groups), cost_model.topology) for pair in found]

@@ -40,10 +40,10 @@ class Network:
     def transfer(self, op: Op, group: Group) -> FluidCollective:
         """Return what a communication op moves over one of its groups."""
         kind, nbytes = collective_of(signature_of(op), group)
+        direct = op.attributes.get("direct", 0)
+        topology = self.topology.without_start() if direct else self.topology
         key = (self.topology.version, kind, nbytes, group)
-        return _COLLECTIVES.get(
-            self.topology, key, lambda: collective_transfer(kind, nbytes, group, self.topology)
-        )
+        return _COLLECTIVES.get(topology, key, lambda: collective_transfer(kind, nbytes, group, topology))
 
 
 @dataclass(frozen=True, eq=False, slots=True)

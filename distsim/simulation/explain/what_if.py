@@ -25,19 +25,17 @@ class FreeOps(CostModel):
         """Seconds of a compute op: 0 if it is free."""
         return 0.0 if self.free(signature) else self.base.seconds(signature, where)
 
-    def communication_seconds(self, signature: Signature, group: Group, beside: Group = ()) -> float:
+    def communication_seconds(self, signature: Signature, group: Group) -> float:
         """Seconds of a communication op: 0 if it is free."""
-        return 0.0 if self.free(signature) else self.base.communication_seconds(signature, group, beside)
+        return 0.0 if self.free(signature) else self.base.communication_seconds(signature, group)
 
     def launch_seconds(self, signature: Signature, device: Device) -> float:
         """Seconds of the host for an op: 0 if it is free."""
         return 0.0 if self.free(signature) else self.base.launch_seconds(signature, device)
 
-    def slowdown_seconds(
-        self, signature: Signature, group: Group, device: Device, beside: Group = ()
-    ) -> float:
+    def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
         """Seconds that computation loses to a collective: 0 if that is free."""
-        return 0.0 if self.free(signature) else self.base.slowdown_seconds(signature, group, device, beside)
+        return 0.0 if self.free(signature) else self.base.slowdown_seconds(signature, group, device)
 
     def spec(self, device: Device) -> int:
         """As in the other model: what is free is free on every device."""

@@ -15,6 +15,7 @@ from weakref import proxy
 import numpy as np
 
 from distsim.cost.cost_model import CostModel
+from distsim.hardware.routes import among
 from distsim.ir import NO_ATTRIBUTES, Attributes, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
@@ -301,7 +302,8 @@ class Wirer:
         (value,), (a,), (b,) = [key.value for key in block.reads], part.sources, part.targets
         type_ = as_tensor(value.type, value.name)
         signature = Signature("Send", NO_ATTRIBUTES, (type_,), (type_,))
-        asked = self.cost_model.communication_seconds(signature, part.group, part.beside)
+        group = among(part.group, part.family, self.cost_model.topology)
+        asked = self.cost_model.communication_seconds(signature, group)
         seconds = task_seconds(value.name, asked)
         source, target = self._slice(block).mesh, self.ranks.slices[block.target].mesh
         here, there = Value(value.name, type_.on(source)), Value(value.name, type_.on(target))

@@ -69,28 +69,26 @@ class StageRanks:
         """Return the exchanges of a collective over one axis, one for each distinct set of classes."""
         found = self._exchanges.get(axis)
         if found is None:
-            groups, beside = self.mesh.groups(axis), self.mesh.devices
+            groups = tuple(self.mesh.groups(axis))
             if len(self.members) == 1:
-                found = (ClassExchange((0,), (0,), groups[0], beside),)
+                found = (ClassExchange((0,), (0,), groups[0], groups),)
             else:
                 of = dict(zip(self.mesh.devices, self.classes.tolist(), strict=True))
                 distinct = {tuple(sorted({of[d] for d in group})): group for group in reversed(groups)}
-                found = tuple(ClassExchange(c, c, group, beside) for c, group in reversed(distinct.items()))
+                found = tuple(ClassExchange(c, c, group, groups) for c, group in reversed(distinct.items()))
             self._exchanges[axis] = found
         return found
 
     def pairs(self, other: StageRanks) -> tuple[ClassExchange, ...]:
         """Return the exchanges of a Send to another rank, device by device."""
-        beside = self.mesh.devices
+        family = tuple(zip(self.mesh.devices, other.mesh.devices, strict=True))
         if len(self.members) == len(other.members) == 1:
-            return (ClassExchange((0,), (0,), (self.mesh.devices[0], other.mesh.devices[0]), beside),)
+            return (ClassExchange((0,), (0,), family[0], family),)
         distinct: dict[tuple[int, int], Group] = {}
         classes = zip(self.classes.tolist(), other.classes.tolist(), strict=True)
-        for pair, devices in zip(
-            classes, zip(self.mesh.devices, other.mesh.devices, strict=True), strict=True
-        ):
+        for pair, devices in zip(classes, family, strict=True):
             distinct.setdefault(pair, devices)
-        return tuple([ClassExchange((a,), (b,), group, beside) for (a, b), group in distinct.items()])
+        return tuple([ClassExchange((a,), (b,), group, family) for (a, b), group in distinct.items()])
 
 
 @dataclass(frozen=True, eq=False)

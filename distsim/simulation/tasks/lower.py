@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distsim.cost.cost_model import CostModel, takes_turn
+from distsim.hardware.routes import among
 from distsim.ir import Function, Op, Value
 from distsim.ops import Signature, operator, signature_of
 from distsim.ops.coalescing import moved_values
@@ -130,7 +131,7 @@ class Lowering:
             signature = signature_of(op)
             parts = [(part, self._ends(op, part)) for part in self.classes.exchanges(op)]
             of = self.cost_model.communication_seconds
-            asked = [of(signature, part.group, self._beside(part)) for part, _ in parts]
+            asked = [of(signature, self._group(part)) for part, _ in parts]
             seconds = [task_seconds(op, cost) for cost in asked]
             found = self._exchanges[key] = tuple(
                 [
@@ -146,9 +147,9 @@ class Lowering:
             )
         return found
 
-    def _beside(self, part: ClassExchange) -> Group:
-        """Return the devices that divide ports from the start."""
-        return () if self.contention else part.beside
+    def _group(self, part: ClassExchange) -> Group:
+        """Return the group of an exchange, with all that divide what it shares, unless the engine does."""
+        return part.group if self.contention else among(part.group, part.family, self.cost_model.topology)
 
     def _issues(self, signature: Signature, part: ClassExchange) -> tuple[int, ...]:
         """Return the runs of the hosts that issue an exchange."""
@@ -160,7 +161,7 @@ class Lowering:
         found: list[int] = []
         for c in dict.fromkeys((*part.sources, *part.targets)) if self.overlap else ():
             device = self.classes.members[c][0]
-            seconds = self.cost_model.slowdown_seconds(signature, part.group, device, self._beside(part))
+            seconds = self.cost_model.slowdown_seconds(signature, self._group(part), device)
             if seconds:
                 found.append(self.run(task_seconds(signature, seconds), (self.stream(c, "compute"),)))
         return tuple(found)

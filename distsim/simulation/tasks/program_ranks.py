@@ -11,6 +11,7 @@ import numpy as np
 
 from distsim.cache import Cache
 from distsim.cost.cost_model import CostModel, Group
+from distsim.hardware.routes import among
 from distsim.ir import Function, Mesh, callees
 from distsim.program.table import BoundBlock
 from distsim.simulation.tasks.block_matrix import StageRanks
@@ -113,6 +114,7 @@ class MeshAnalysis:
         classes = [np.zeros(len(s), np.int64) for s in self.specs] if alike else self._refined(moved)
         slices = tuple(StageRanks(mesh, own) for mesh, own in zip(self.slices, classes, strict=True))
         context: list[dict[str, Hashable]] = []
+        routes, topology = self.cost_model.routes, self.cost_model.topology
         for number, (own, used) in enumerate(zip(slices, axes, strict=True)):
             if alike:
                 about: dict[str, Hashable] = {axis: self.groups(number, axis)[0] for axis in used}
@@ -120,7 +122,8 @@ class MeshAnalysis:
             else:
                 about = {
                     axis: tuple(
-                        (part.sources, self.cost_model.routes((part.group,))) for part in own.along(axis)
+                        (part.sources, routes((among(part.group, part.family, topology),)))
+                        for part in own.along(axis)
                     )
                     for axis in used
                 }

@@ -19,6 +19,7 @@ import numpy as np
 
 from distsim.cost.cost_model import CostModel
 from distsim.errors import SimulationError
+from distsim.hardware.routes import among
 from distsim.ir import Device, Function, Mesh, Op, Tensor, callees, place_of
 from distsim.ir.device import devices_of
 from distsim.ops import Signature, operator, signature_of
@@ -42,13 +43,13 @@ class Exchange:
 class ClassExchange:
     """An exchange between rank classes, with one of the groups of devices for which it stands.
 
-    ``beside`` are the devices that begin to send at once, of all groups together.
+    ``family`` are all the groups, which begin at once.
     """
 
     sources: Classes
     targets: Classes
     group: Group
-    beside: Group = ()
+    family: tuple[Group, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -86,8 +87,8 @@ class RankClasses:
             parts = exchanges(op)
             for part in parts:
                 distinct.setdefault((self._distinct(part.sources), self._distinct(part.targets)), part.group)
-            beside = beside_of(parts)
-            found = tuple(ClassExchange(*pair, group, beside) for pair, group in distinct.items())
+            family = tuple([part.group for part in parts])
+            found = tuple(ClassExchange(*pair, group, family) for pair, group in distinct.items())
             self._exchanges[key] = found
         return found
 
@@ -132,11 +133,6 @@ def exchanges(op: Op) -> tuple[Exchange, ...]:
         parts = _distinct_parts(source, op)
         return (Exchange(givers, takers, (*takers, *(d for d in parts if d not in takers))),)
     return (Exchange(givers, takers, (*givers, *(d for d in takers if d not in givers))),)
-
-
-def beside_of(parts: Sequence[Exchange]) -> Group:
-    """Return the devices that begin to send at once in the exchanges of an op."""
-    return tuple([device for part in parts for device in part.sources])
 
 
 def _ends(op: Op) -> tuple[Placement, Placement]:
@@ -247,8 +243,9 @@ class _Meetings:
         if meeting is None:
             meeting = self._met[key] = self._meeting(op, *key)
         if meeting.groups:
-            asked, beside = self.cost_model.communication_seconds, beside_of(exchanges(op))
-            seconds = [asked(signature, group, beside) for group in meeting.groups]
+            family, topology = tuple(meeting.groups), self.cost_model.topology
+            asked = [among(group, family, topology) for group in family]
+            seconds = [self.cost_model.communication_seconds(signature, group) for group in asked]
             cost = np.unique(seconds, return_inverse=True)[1]
             both = meeting.cost * len(cost) + cost
             meeting.cost = np.unique(both, return_inverse=True)[1]
