@@ -258,3 +258,14 @@ def test_there_is_a_way_through_layers_only_where_each_takes_in_what_the_one_bef
     # A product forward; backward one of both gradients, as long here; nothing follows from the last layer.
     assert found == LayerProducts(forward=1.0, backward=1.0, behind=0.5, head=0.0)
     assert layer_products(towers(-1, 0, -1, 2), 4, lambda op: 1.0) is None
+
+
+def test_parameters_that_are_gathered_when_a_step_begins_need_not_be_held_all_of_it():
+    joint = step(
+        "mixed_bf16_grads", LLAMA.replace("layers=8,hidden=64", "layers=4,hidden=128").replace("=16", "=64")
+    )
+    topology = evaluator(1e6).problem.topology
+    found = PlanEvaluator(SearchProblem(FixedModel(joint), topology, KERNELS["fused"]))
+    text = "dp=2,pp=4,microbatches=4,schedule=gpipe,stages=default,zero=2,overlap_params=on"
+    _, least, trial = bound_and_trial(found, text)
+    assert 0 < least <= trial.peak

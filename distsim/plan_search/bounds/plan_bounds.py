@@ -319,7 +319,8 @@ class PlanBounds:
         saved, full = self._saved(plan, known), list[float]()
         stages = self._stages(plan, known)
         in_flight = flights(plan) if saved or stages else None
-        if in_flight is None:
+        # Beside parameters that are gathered ahead stages may save what others do not.
+        if in_flight is None or (plan.overlap_params == "on" and plan.pp > 1):
             return least
         alike = self.held_in_layers if known.whole and saves_alike(plan) else None
         alike = self.held if plan.pp == 1 else alike
@@ -361,7 +362,9 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     there at its end: with ``zero=2`` what a stage makes of one microbatch, else the sums of all stages.
     """
     ranks = (plan.zero_ranks or plan.dp) * plan.cp
-    kept = held.parameters / (ranks if plan.zero == 3 else 1) + held.state / (ranks if plan.zero else 1)
+    # What is gathered in the first forward pass goes with its last reader.
+    parts = plan.zero == 3 or plan.overlap_params == "on"
+    kept = held.parameters / (ranks if parts else 1) + held.state / (ranks if plan.zero else 1)
     every = held.gradients / (plan.tp * plan.ep)
     kept /= plan.tp * plan.ep
     if plan.zero == 3 or not _has_flush(plan.schedule) or not runs_alone(plan):
