@@ -172,7 +172,7 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> Raw:
 
     Tables are merged field by field, levels by their names, figures replaced whole. Where a level is given
     that the base lacks, those given are all levels, in their order. Where ``devices_per_node`` changes,
-    groups that were a node stay one, but for those that are given.
+    groups that were a node stay one, and those within it are no larger, but for those that are given.
     """
     made = dict(base)
     for key, value in given.items():
@@ -189,11 +189,20 @@ def merged(base: Mapping[str, Any], given: Mapping[str, Any]) -> Raw:
         own = [level_name(level) for level in given_levels if _is_table(level) and "group_size" in level]
         made["levels"] = [
             {**level, "group_size": node}
-            if _is_table(level) and level.get("group_size") == was and level_name(level) not in own
+            if _is_table(level)
+            and level_name(level) not in own
+            and _becomes(level.get("group_size"), was, node)
             else level
             for level in made["levels"]
         ]
     return made
+
+
+def _becomes(size: object, was: object, node: object) -> bool:
+    """Whether a group is a node of another size: it was one, or lies within one and is larger."""
+    if isinstance(size, int) and isinstance(was, int) and isinstance(node, int):
+        return size == was or node < size <= was
+    return size == was
 
 
 def _merged_levels(base: list[Any], given: list[Any]) -> list[Any]:
