@@ -397,12 +397,3 @@ def test_damaged_files_are_refused_by_name(tmp_path_factory, place, length, piec
         load_cluster(str(path))
     except TopologyError as error:
         assert "damaged.toml" in str(error) and "\n" not in str(error)
-
-
-def test_a_node_as_large_as_the_level_inside_it_is_one_level():
-    """Four V100 a node, as of many machines: the cube of two fours joins nothing."""
-    for node in (2, 4):
-        found = load_cluster("dgx-1:2", [f"devices_per_node={node}"])
-        levels = [(level.name, level.group_size) for level in found.levels]
-        assert levels == [("nvlink", node), ("infiniband", None)]
-    assert [level.name for level in load_cluster("dgx-1:4", ["devices_per_node=1"]).levels] == ["infiniband"]

@@ -183,3 +183,12 @@ def test_nodes_of_one_device_have_no_level_within():
     assert len(alone.devices) == 1
     four = load_cluster("dgx-a100:4", ["devices_per_node=1"])
     assert [level.name for level in four.levels] == ["infiniband"] and len(four.devices) == 4
+
+
+def test_a_node_as_large_as_the_level_inside_it_is_one_level():
+    """Four V100 a node, as of many machines: the cube of two fours joins nothing."""
+    for node in (2, 4):
+        found = load_cluster("dgx-1:2", [f"devices_per_node={node}"])
+        levels = [(level.name, level.group_size) for level in found.levels]
+        assert levels == [("nvlink", node), ("infiniband", None)]
+    assert [level.name for level in load_cluster("dgx-1:4", ["devices_per_node=1"]).levels] == ["infiniband"]

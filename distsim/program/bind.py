@@ -75,7 +75,7 @@ class Binder:
         # Without a flush each forward call makes of its version of the weights what else is made once a step.
         ahead = () if self.versions is None else parts.ahead.values()
         self.anew = frozenset([key for block in ahead for key in block.outputs])
-        self.begun = self._begun()
+        self.begun = parts.begun(rank_of, self.versions is None)
         # Copies of the model are summed first; versions of the weights have their own sums.
         self.ends_early = flush and copies == 1 and bool(parts.early)
         self.calls: dict[tuple[int, int, bool], BoundBlock | None] = {}
@@ -120,25 +120,6 @@ class Binder:
         return found
 
     # --- calls ----------------------------------------------------------------------------------------
-
-    def _begun(self) -> dict[int, list[int]]:
-        """Return by stage the stages whose gathers run within its first forward call.
-
-        A rank begins with its own of the first of its stages; those of each further one run beside the stage
-        before it, in which its links are idle (Megatron-LM's ``param_sync_func`` of interleaved schedules).
-        Without a flush a version of the weights is gathered by the stage itself.
-        """
-        of_rank: dict[tuple[int, int], list[int]] = {}
-        for stage, rank in enumerate(self.rank_of):
-            if self.parts.blocks[stage % self.chain][0].outputs:
-                of_rank.setdefault((stage // self.chain, rank), []).append(stage)
-        found: dict[int, list[int]] = {}
-        for stages in of_rank.values():
-            first = stages if self.versions else [stages[0], *stages[:-1]]
-            for stage, at in zip(stages, first, strict=True):
-                if stage % self.chain in self.parts.ahead:
-                    found.setdefault(at, []).append(stage)
-        return found
 
     def part(self, stage: int, kind: Kind) -> Block:
         """Return what an action of a stage runs."""

@@ -113,6 +113,26 @@ class Parts:
         """By stage what its first forward call makes besides (:attr:`Block.place`)."""
         return self._placed(FIRST_CALL)
 
+    def begun(self, rank_of: Sequence[int], flush: bool) -> dict[int, list[int]]:
+        """Return by stage the stages whose gathers run within its first forward call.
+
+        A rank begins with its own of the first of its stages; those of each further one run beside the stage
+        before it, in which its links are idle (Megatron-LM's ``param_sync_func`` of interleaved schedules).
+        Without a flush a version of the weights is gathered by the stage itself. Stages are those of all
+        copies of the model, one after the other, on these ranks.
+        """
+        of_rank: dict[tuple[int, int], list[int]] = {}
+        for stage, rank in enumerate(rank_of):
+            if self.blocks[stage % len(self.blocks)][0].outputs:
+                of_rank.setdefault((stage // len(self.blocks), rank), []).append(stage)
+        found: dict[int, list[int]] = {}
+        for stages in of_rank.values():
+            first = [stages[0], *stages[:-1]] if flush else stages
+            for stage, at in zip(stages, first, strict=True):
+                if stage % len(self.blocks) in self.ahead:
+                    found.setdefault(at, []).append(stage)
+        return found
+
     def _placed(self, place: str) -> Mapping[int, Block]:
         updates = enumerate([own for _, _, own in self.blocks])
         return {stage: block for stage, own in updates for _, block in own if block.place == place}
