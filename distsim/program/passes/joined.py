@@ -55,8 +55,8 @@ def beginning(function: Function, before: Function, places: Places, start: int =
 
     ``places`` says of each input of the pass which output of ``before`` it is, -1 for none: those are no
     inputs any more. What one collective makes is gathered when the pass begins to read what the one before
-    makes; the first waits for what its reader waits for besides. Where the pass reads nothing of it, all of
-    ``before`` runs from op ``start`` on, whose operands it waits for. Made once.
+    makes; the first waits for what its reader waits for besides. Where the pass reads nothing of it, its
+    collectives run from op ``start`` on, whose operands they wait for. Made once.
     """
     key = before, places, start
     return _JOINED.get(function, key, lambda: _Joiner(function).begun(before, places, start))
@@ -119,7 +119,7 @@ class _Joiner:
         env: dict[Value, Value] = {
             value: Value(value.name, value.type, value.role) for value in before.inputs
         }
-        ahead = self._parts(before, made) if made else [(start, [*range(len(before.ops))])]
+        ahead = self._parts(before, made) if made else self._unread(before, start)
         for place, op in enumerate(function.ops):
             while ahead and ahead[0][0] <= place:
                 self._make(before, ahead.pop(0)[1], env, made, op)
@@ -159,6 +159,19 @@ class _Joiner:
             found.append((at[sent[max(number - 1, 0)]], own))
         found += [(at[place], [place]) for place in range(len(before.ops)) if place not in taken]
         return sorted(found, key=lambda part: part[0])
+
+    def _unread(self, before: Function, start: int) -> list[tuple[int, list[int]]]:
+        """Return the same where the pass reads nothing of ``before``: what collectives make is computed with
+        after the pass, for which it would wait."""
+        producer = {value: place for place, op in enumerate(before.ops) for value in op.outputs}
+        found, taken = list[tuple[int, list[int]]](), set[int]()
+        for place, op in enumerate(before.ops):
+            if operator(op.op_type).moves:
+                own = _leading(before, place, producer, taken)
+                taken.update(own)
+                found.append((start, own))
+        end = len(self.function.ops)
+        return found + [(end, [place]) for place in range(len(before.ops)) if place not in taken]
 
     def _anchor(self, op: Op, made: Mapping[Value, Value]) -> Value | None:
         """Return what an op waits for besides weights, if it does."""
