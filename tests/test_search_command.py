@@ -177,7 +177,9 @@ def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     other = [str(a) for a in MODEL]
     other[3] = "dgx-h100"
     assert main([*other, *few, "--resume"]) == 2
-    assert "is the journal of another search: gpt:layers=2" in capsys.readouterr().err
+    err = capsys.readouterr().err
+    assert "is the journal of another search: gpt:layers=2" in err and "on dgx-a100, batch=16, not" in err
+
     head, *lines = journal.read_text().splitlines(keepends=True)
     older = head.replace(f'"{format_of(PlanTrial)}"', "4") + "".join(lines)
     journal.write_text(older)
@@ -193,3 +195,15 @@ def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     Path(journal).unlink()
     assert main([*map(str, MODEL), *few, "--resume"]) == 2
     assert "there is no journal to resume" in capsys.readouterr().err
+
+
+def test_tp_is_given_in_one_place(capsys):
+    assert main([*map(str, SMALL), "--max-tp", "1"]) == 2
+    assert "max_tp=1 and tp=1|2 of the plan both say which tp to try; give one" in capsys.readouterr().err
+
+
+def test_a_kernel_that_a_cluster_has_no_figure_for_is_noted(capsys):
+    few = ("--plan", "dp=8,remat=none,zero=0,microbatch_size=2")
+    out, _ = run(capsys, *MODEL, *few, "--attention", "flash3", "--precision", "fp32")
+    assert "note: attention flash3: the cluster has no figure for it" in out
+    assert "note: attention flash3: such kernels take 16 bits; fp32 computes in more" in out
