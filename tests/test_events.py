@@ -1,5 +1,8 @@
 """The event engine: flows that share links, and the laws of sharing."""
 
+import pickle
+from operator import eq, ne
+
 import numpy as np
 import pytest
 from executor_models import add_grad, cluster
@@ -10,6 +13,7 @@ from network_models import ACROSS, GB, INSIDE, array, moves, nodes, seconds, sen
 from distsim.compose import parallelize
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
+from distsim.hardware.routes import GroupOfMany
 from distsim.ir import FunctionMaker, Mesh
 from distsim.models import mlp
 from distsim.plan import Plan
@@ -130,6 +134,15 @@ def test_what_is_known_of_one_order_of_ranks_is_not_taken_for_another():
             found = Simulator(costs, engine=engine).simulate(program).step_time
             assert steps.setdefault(order, found) == found
     assert len(set(steps.values())) == 3
+
+
+def test_a_group_beside_others_is_another_than_alone():
+    a, b, c, d = nodes(2).devices
+    beside, alike = (GroupOfMany((a, b), ((a, b), (c, d))) for _ in range(2))
+    assert beside == alike and not ne(beside, alike) and len({beside, alike}) == 1
+    for other in ((a, b), GroupOfMany((a, b), ((a, b),)), GroupOfMany((c, d), ((a, b), (c, d)))):
+        assert beside != other and not eq(beside, other) and other != beside
+    assert pickle.loads(pickle.dumps(beside)) == beside
 
 
 def test_an_all_reduce_that_crosses_a_shared_nic_slows_the_pipeline_sends_that_share_it():

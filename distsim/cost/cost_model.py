@@ -108,8 +108,7 @@ class CostModel:
         """
         kind, nbytes = collective_of(signature, group)
         self._forget_old_topology()
-        direct = signature.attributes.get("direct", 0)
-        topology = self.topology.without_start() if direct else self.topology
+        topology = links_of(signature, self.topology)
         key = (kind, nbytes, group, topology)
         found = self._communication.get(key)
         if found is None:
@@ -347,6 +346,12 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
         return "all_reduce", float(meaning.nbytes(signature))
     kind = meaning.kind if meaning.variant is None else meaning.variant(signature.attributes)
     return kind, float(meaning.nbytes(signature))
+
+
+def links_of(signature: Signature, topology: Topology) -> Topology:
+    """Return the links as an op finds them: what kernels write to their peers' memory (``direct=1``) starts
+    nothing in NCCL."""
+    return topology.without_start() if signature.attributes.get("direct", 0) else topology
 
 
 def _host_copy(signature: Signature, device: Device) -> float:

@@ -38,6 +38,9 @@ class GroupOfMany(tuple[Device, ...]):
             return False
         return self._hash == other._hash and tuple(self) == tuple(other) and self.family == other.family
 
+    def __ne__(self, other: object) -> bool:
+        return not self == other  # that of tuples compares devices alone
+
     def __reduce__(self) -> tuple[object, ...]:
         return GroupOfMany, (tuple(self), self.family)
 

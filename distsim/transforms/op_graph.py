@@ -320,8 +320,15 @@ def hands_on_gradient(op: Op) -> bool:
     return hands_on(op) or op.op_type in _SAME_GRADIENT
 
 
-_COPIES = ("CopyIn", "GradientCopy", "Pad")
-_SAME_GRADIENT = (*_COPIES, "AverageGradients", "Cast", "GradientCast", "ScaleGradient")
+_SAME_GRADIENT = (
+    "AverageGradients",
+    "Cast",
+    "CopyIn",
+    "GradientCast",
+    "GradientCopy",
+    "Pad",
+    "ScaleGradient",
+)
 
 
 def early_sums(function: Numbered) -> dict[int, int]:

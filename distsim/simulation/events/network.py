@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distsim.cache import Cache
-from distsim.cost.cost_model import Group, collective_of
+from distsim.cost.cost_model import Group, collective_of, links_of
 from distsim.errors import SimulationError
 from distsim.hardware import Channel, FluidCollective, collective_transfer, port
 from distsim.hardware.routes import Hop
@@ -39,9 +39,8 @@ class Network:
 
     def transfer(self, op: Op, group: Group) -> FluidCollective:
         """Return what a communication op moves over one of its groups."""
-        kind, nbytes = collective_of(signature_of(op), group)
-        direct = op.attributes.get("direct", 0)
-        topology = self.topology.without_start() if direct else self.topology
+        signature = signature_of(op)
+        (kind, nbytes), topology = collective_of(signature, group), links_of(signature, self.topology)
         key = (self.topology.version, kind, nbytes, group)
         return _COLLECTIVES.get(topology, key, lambda: collective_transfer(kind, nbytes, group, topology))
 
