@@ -18,7 +18,7 @@ import numpy.typing as npt
 from calibrated_figures import FAMILIES, FIGURES, rates_of
 
 from distsim.cost import CostModel
-from distsim.cost.cost_model import Group
+from distsim.cost.demand import Group
 from distsim.errors import DistsimError
 from distsim.ir import Device
 from distsim.ops import Signature

@@ -9,7 +9,7 @@ import numpy as np
 from program_models import Inventor
 from topology_models import invent_topology
 
-from distsim.cost.cost_model import runs_kernel
+from distsim.cost.demand import runs_kernel
 from distsim.executor import SequentialExecutor
 from distsim.ir import Function, FunctionMaker, Mesh, Value, all_ops, needed_ops, verify
 from distsim.ir.rewrite import flatten

@@ -18,7 +18,7 @@ from training_models import (
 )
 
 from distsim.compose import build_program, parallelize
-from distsim.cost.cost_model import collective_of
+from distsim.cost.demand import collective_of
 from distsim.errors import PlanError, TypeRuleError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import collective_time

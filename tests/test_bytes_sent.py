@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 import distsim
-from distsim.cost.cost_model import collective_of
+from distsim.cost.demand import collective_of
 from distsim.errors import SimulationError
 from distsim.hardware import collective_transfer, load_cluster
 from distsim.ir import all_ops

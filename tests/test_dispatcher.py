@@ -27,7 +27,7 @@ from expert_models import (
 from training_models import F64, topology_of
 
 from distsim.compose import parallelize
-from distsim.cost.cost_model import collective_of
+from distsim.cost.demand import collective_of
 from distsim.errors import ImportModelError, PlanError
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import collective_time, collective_transfer, load_cluster

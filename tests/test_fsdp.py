@@ -22,7 +22,7 @@ from training_models import (
     topology_of,
 )
 
-from distsim.cost.cost_model import collective_of
+from distsim.cost.demand import collective_of
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulation, Simulator
 from distsim.hardware import collective_time, load_cluster

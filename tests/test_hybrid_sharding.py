@@ -20,7 +20,7 @@ from training_models import (
 )
 
 from distsim.compose import parallelize
-from distsim.cost.cost_model import collective_of
+from distsim.cost.demand import collective_of
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware.plan_mesh import plan_mesh

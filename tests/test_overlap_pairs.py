@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from training_models import Maker, small_gpt, topology_of
 
 from distsim.compose import parallelize
-from distsim.cost.cost_model import runs_kernel
+from distsim.cost.demand import runs_kernel
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware import load_cluster
 from distsim.ir import Device, Float64, Function, FunctionMaker, Mesh, Tensor, all_ops, verify

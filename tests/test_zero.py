@@ -17,7 +17,7 @@ from training_models import (
 )
 
 from distsim.compose import build_program
-from distsim.cost.cost_model import collective_of
+from distsim.cost.demand import collective_of
 from distsim.errors import PlanError, TypeRuleError
 from distsim.executor import CostModel, SequentialExecutor
 from distsim.hardware.rank_axes import logical_mesh

@@ -12,12 +12,21 @@ import math
 import warnings
 from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from numbers import Real
 from weakref import ref
 
 import numpy as np
 import numpy.typing as npt
 
+from distsim.cost.demand import (
+    Group,
+    collective_of,
+    host_copy,
+    kernels_of,
+    links_of,
+    runs_kernel,
+    tensors_of,
+    usable,
+)
 from distsim.cost.distir_costs import DistIRRules
 from distsim.cost.roofline import ROOFLINE, CostRules
 from distsim.errors import CostError
@@ -26,12 +35,7 @@ from distsim.hardware.routes import GroupOfMany
 from distsim.ir import Device, Op, Topology, all_ops
 from distsim.ir.kernel_rates import WAYS_TO_LAUNCH
 from distsim.ops import Signature, Work, operator, signature_of, work
-from distsim.ops.cross_entropy import LOSS_STEPS
-from distsim.ops.kernel import KERNEL, MULTI_TENSOR
-from distsim.ops.operator import bytes_of, memory_bound
-from distsim.ops.optimizers import OPTIMIZER_OPS, launches_of
-
-Group = tuple[Device, ...]
+from distsim.ops.operator import memory_bound
 
 
 class UncostedOperatorWarning(UserWarning):
@@ -131,8 +135,8 @@ class CostModel:
         sends = meaning.communication is not None and meaning.communication.transfers
         if not kernel or sends or meaning.host_stream or not runs_kernel(signature.op_type):
             return 0.0
-        count = _kernels(signature)
-        return kernel * count + device.rates.tensor * (_tensors(signature) - 1)
+        count = kernels_of(signature)
+        return kernel * count + device.rates.tensor * (tensors_of(signature) - 1)
 
     def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
         """Seconds that computation on a device of a group loses while a collective runs beside it.
@@ -242,7 +246,7 @@ class CostModel:
         if found is None:
             cost = 0.0
             if operator(signature.op_type).host_stream:
-                cost = _host_copy(signature, device)
+                cost = host_copy(signature, device)
             elif runs_kernel(signature.op_type):
                 cost = self.rules.compute(signature, self._demand(signature), device)
             found = self._compute[key] = usable(signature, cost)
@@ -326,77 +330,3 @@ class DeviceCosts:
                 signature = signature_of(inner)
                 total += usable(signature, self.cost_model.seconds(signature, where))
         return total
-
-
-def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
-    """Return the kind and the size in bytes of what an op moves over a group, as ``collective_time`` wants.
-
-    What is summed whole for one part of it (``whole=1``) is moved as an all-reduce.
-
-    Raises :class:`CostError` for an op that is no communication.
-    """
-    meaning = operator(signature.op_type).communication
-    if meaning is None or not operator(signature.op_type).moves:
-        raise CostError(f"{signature} moves nothing; ask seconds() for its cost")
-    if meaning.kind in ("scatter", "gather"):
-        # The formula wants the size of which each rank of the group, the root too, has an equal part.
-        part = min(signature.inputs[0].nbytes, signature.outputs[0].nbytes)
-        return meaning.kind, float(part * len(group))
-    if meaning.kind == "reduce_scatter" and signature.attributes.get("whole", 0):
-        return "all_reduce", float(meaning.nbytes(signature))
-    kind = meaning.kind if meaning.variant is None else meaning.variant(signature.attributes)
-    return kind, float(meaning.nbytes(signature))
-
-
-def links_of(signature: Signature, topology: Topology) -> Topology:
-    """Return the links as an op finds them: what kernels write to their peers' memory (``direct=1``) starts
-    nothing in NCCL."""
-    return topology.without_start() if signature.attributes.get("direct", 0) else topology
-
-
-def _host_copy(signature: Signature, device: Device) -> float:
-    """Return the seconds of a copy to or from the host of a device."""
-    link = device.host_link
-    if link is None:
-        raise CostError(
-            f"{signature}: {device} has no host_link; give one, as in Device(..., host_link=Link(25e9)), or "
-            "under [device.host_link] of a cluster's file"
-        )
-    return link.latency + bytes_of((*signature.inputs, *signature.outputs)) / link.achieved
-
-
-def _kernels(signature: Signature) -> int:
-    """Return how many kernels an op is."""
-    if signature.attributes.get("in_steps", 0):
-        return LOSS_STEPS
-    if signature.op_type in OPTIMIZER_OPS:
-        return launches_of(signature)
-    return int(signature.attributes.get("launches", 1)) if signature.op_type == KERNEL else 1
-
-
-def _tensors(signature: Signature) -> int:
-    """Return on how many tensors a multi-tensor kernel works; one for any other op."""
-    if signature.op_type != KERNEL or signature.attributes["ops"] not in MULTI_TENSOR:
-        return 1
-    made = len(signature.outputs)
-    return made if made > 1 else len(signature.inputs)
-
-
-def runs_kernel(op_type: str) -> bool:
-    """Whether an op runs on the device at all: views only rename, constants are there already."""
-    return op_type != "Constant" and not operator(op_type).view
-
-
-def takes_turn(op_type: str) -> bool:
-    """Whether an op waits for its turn on a stream: it runs a kernel, or keeps back what follows."""
-    return runs_kernel(op_type) or operator(op_type).waits
-
-
-def usable(op: object, seconds: float) -> float:
-    """Return the seconds of an op; rules and cost models of another's making may give anything.
-
-    Raises :class:`CostError` for what is no number, not finite, or negative.
-    """
-    if not (isinstance(seconds, Real) and math.isfinite(seconds) and seconds >= 0):
-        raise CostError(f"{op} costs {seconds!r} s; a cost must be a number, finite and not negative")
-    return float(seconds)

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from distsim.cost.cost_model import CostModel, Group
+from distsim.cost.cost_model import CostModel
+from distsim.cost.demand import Group
 from distsim.errors import ScheduleError
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Attributes, Bool, Device, Function, FunctionMaker, Mesh, Tensor, Topology, Value

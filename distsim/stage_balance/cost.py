@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from numbers import Integral
 
-from distsim.cost.cost_model import CostModel, Group
+from distsim.cost.cost_model import CostModel
+from distsim.cost.demand import Group
 from distsim.errors import PartitionError
 from distsim.hardware.routes import among
 from distsim.ir import NO_ATTRIBUTES, Mesh, Tensor

@@ -18,7 +18,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from distsim.cost.cost_model import runs_kernel
+from distsim.cost.demand import runs_kernel
 from distsim.errors import IRError
 from distsim.ir import Function, Op, Value, all_ops
 from distsim.ops import operator, signature_of

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
-from distsim.cost.cost_model import runs_kernel
+from distsim.cost.demand import runs_kernel
 from distsim.ir import Function, Op, Value, all_ops
 from distsim.ir.rewrite import inline
 from distsim.ops import operator, signature_of, work

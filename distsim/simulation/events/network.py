@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from distsim.cache import Cache
-from distsim.cost.cost_model import Group, collective_of, links_of
+from distsim.cost.demand import Group, collective_of, links_of
 from distsim.errors import SimulationError
 from distsim.hardware import Channel, FluidCollective, collective_transfer, port
 from distsim.hardware.routes import Hop

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from distsim.cost.cost_model import Group, collective_of
+from distsim.cost.demand import Group, collective_of
 from distsim.errors import SimulationError
 from distsim.hardware import collective_transfer
 from distsim.ir import Device, Function, Topology, all_ops

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from distsim.cost.cost_model import CostModel, Group
+from distsim.cost.cost_model import CostModel
+from distsim.cost.demand import Group
 from distsim.ir import Device
 from distsim.ops import Signature, op_label, operator
 

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distsim.cost.cost_model import takes_turn
+from distsim.cost.demand import takes_turn
 from distsim.ir import Device, Function, Op, Role, Value
 from distsim.ops.launch import LAUNCH, SLOWDOWN
 from distsim.program.program import Program

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distsim.cost.cost_model import usable
+from distsim.cost.demand import usable
 
 GRID = 2.0**-40
 """Seconds (0.9 ps) of which every duration is a multiple: sums up to 8,192 s are exact in a float64."""

@@ -13,7 +13,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from distsim.cost.cost_model import CostModel, takes_turn
+from distsim.cost.cost_model import CostModel
+from distsim.cost.demand import takes_turn
 from distsim.hardware.routes import among
 from distsim.ir import Function, Op, Value
 from distsim.ops import Signature, operator, signature_of

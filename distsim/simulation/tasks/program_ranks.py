@@ -10,7 +10,8 @@ from weakref import proxy
 import numpy as np
 
 from distsim.cache import Cache
-from distsim.cost.cost_model import CostModel, Group
+from distsim.cost.cost_model import CostModel
+from distsim.cost.demand import Group
 from distsim.hardware.routes import among
 from distsim.ir import Function, Mesh, callees
 from distsim.program.table import BoundBlock
