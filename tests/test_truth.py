@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from truth_rows import GPT, LLAMA
 
 from distsim.hardware.power import speed_under_limit
+from distsim.hardware.presets import load_cluster
 from distsim.ir import Float8E4M3FN, all_ops
 from distsim.models.decoder_sizes import DropoutRates
 from distsim.ops.places import shape_of
@@ -223,7 +224,7 @@ def test_nodes_that_aws_joins_have_the_links_of_its_adapters():
     links = (("H100-SXM5-80GB", "EFA (p5, assumed)"), ("B200", "EFAv4"), ("A100-SXM4-80GB", "EFA p4de"))
     for gpu, text in links:
         case = case_of(row | {"hw_gpu": gpu, "inter_link": text})
-        assert case.topology().levels[-1].link.latency == pytest.approx(70.7e-6)
+        assert case.topology().levels[-1].link.latency == load_cluster("aws-p5:2").levels[-1].link.latency
         assert ("the link between nodes" in case.assumed) == ("assumed" in text)
     assert case_of(row | {"inter_link": "InfiniBand"}).topology().levels[-1].link.latency < 20e-6
 

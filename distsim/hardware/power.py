@@ -6,12 +6,16 @@ import numpy as np
 
 from distsim.errors import TopologyError
 
-SPEED_BY_POWER = ((0.5, 0.674), (0.6, 0.794), (0.7, 0.881), (0.8, 0.927), (0.9, 0.967), (1.0, 1.0))
-"""Shares of power, and what share of their speed stages of GPT-3 175B and BLOOM keep at these: the fastest
-clock that draws no more, mean of two models on A100 (SXM) and two on A40 (of 0.6 one model on A40, of 0.5
-none). Below three fifths voltage falls no more, so speed falls with power. From the stage profiles of Perseus
-(Chung et al., SOSP 2024; ml-energy/zeus at 38cb3f90, sosp24_data/emulation/stage_profile): seconds and joules
-of forward and backward at clocks of 855 to 1,410 MHz."""
+SPEED_BY_POWER = ((0.5, 0.674), (0.6, 0.794), (0.7, 0.867), (0.8, 0.927), (0.9, 0.967), (1.0, 1.0))
+"""Shares of power, and what share of their speed products keep at these.
+
+Of Ampere, stages of GPT-3 175B and BLOOM at clocks of 855 to 1,410 MHz, two on A100 (SXM) and two on A40: the
+fastest clock that draws no more, their mean (of 0.6 one of the A40's, of 0.5 none), 0.881 at 0.7 (Perseus,
+Chung et al., SOSP 2024: ml-energy/zeus at 38cb3f90, sosp24_data/emulation/stage_profile). Below three fifths
+voltage falls no more, so speed falls with power. Of Hopper, products of 8,192 x 8,192 x 8,192 alone: on H100
+at 500 W 585.2 TFLOP/s in bfloat16 and 1,125.5 in 8 bits (pytorch/FBGEMM pull request 2546), on H200 at 700 W
+678.9 and 1,309 (``experiments/measured/h200_kernels.csv``): 0.861, or 0.853 at 0.7, which counts as much
+there as Ampere does."""
 
 
 def speed_under_limit(power: float | None, limit: float | None) -> float:
@@ -22,7 +26,7 @@ def speed_under_limit(power: float | None, limit: float | None) -> float:
     nothing, and for a device whose usual power is not known.
 
     >>> round(speed_under_limit(700.0, 500.0), 3)
-    0.888
+    0.876
     """
     if limit is None:
         return 1.0
