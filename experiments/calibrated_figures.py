@@ -17,6 +17,7 @@ from distsim.ir import Device
 from distsim.ir.kernel_rates import KernelRates
 
 PRESETS = Path(__file__).parents[1] / "distsim" / "hardware" / "presets"
+ROWS_OF_MACHINES = Path(__file__).parents[1] / "distsim" / "truth" / "machine.py"
 SPREAD_SOURCE = "standard deviation of the logarithm of the rows over what is fitted to them: "
 UNCERTAINTY_SOURCE = "standard deviation of the logarithm that the rows leave open, or sources disagree by, "
 
@@ -62,7 +63,9 @@ _ALONE_HERE = f"of {{}} kernels alone over the shape rule, median ({MEASURED})"
 FIGURES: dict[str, FittedFigure] = {
     "linear.a100": FittedFigure(0.96, 0.1, _ALONE.format(120, "a100_pcie.json")),
     "linear.h100": FittedFigure(0.89, 0.15, _ALONE_HERE.format(27) + ", on H200, the same processor"),
-    "linear.h200": FittedFigure(0.849, 0.1, _ALONE_HERE.format(27)),
+    "linear.h200": FittedFigure(
+        1.0, 0.05, f"of the FLOP/s of linear.h100: the same processor, and power; 0.95 alone ({MEASURED})"
+    ),
     "linear.b200": FittedFigure(0.66, 0.1, _ALONE.format(282, "b200_bf16_ceperm.json")),
     "linear.gb200": FittedFigure(0.66, 0.15, "as B200; its power, 1,200 W, allows a higher clock"),
     "linear.v100": FittedFigure(0.96, 0.2, "as A100; not measured"),
@@ -157,6 +160,9 @@ GROUPED = {
 }
 """Grouped products, of linear ones of the same shapes: the mean of kernels of 600 to 1,200 rows a group."""
 FLOAT8["gb200"], GROUPED["gb200"] = FLOAT8["b200"], GROUPED["b200"]
+SAME_PROCESSOR = {"h200": ("h100", 794.5 / 833.0)}
+"""Kinds of GPU whose products are as fast as those of another, and that one's best product over its own: the
+share of linear products is one of the best, and both presets say what that is (``flops_efficiency``)."""
 EMBEDDING = 0.5
 """Rows picked by index, of a large copy: assumption, not measured."""
 
@@ -170,6 +176,9 @@ def rates_of(
 ) -> KernelRates:
     """Return the figures of a kind of GPU; ``old_libraries``: before its products were tuned."""
     linear = values[f"linear.{family}"] * (values["libraries.2023"] if old_libraries else 1.0)
+    if family in SAME_PROCESSOR:
+        other, best = SAME_PROCESSOR[family]
+        linear *= values[f"linear.{other}"] * best
     forward, backward, _ = ATTENTION[family]
     launch = values["launch.a100"] * values.get(f"launch.{HOSTS.get(family, family)}", 1.0) ** (
         family != "a100"
@@ -216,12 +225,13 @@ class FittedFigures:
 
     def uncertainties(self, family: str) -> dict[str, float]:
         """Return how well the seconds of each kind of work are known on a kind of GPU."""
-        linear = self.uncertainty(f"linear.{family}")
+        products = [f"linear.{name}" for name in (family, *SAME_PROCESSOR.get(family, ())[:1])]
+        linear = self.uncertainty(*products)
         attention, memory = self.uncertainty("attention"), self.uncertainty("memory")
         return {
             **dict.fromkeys(("linear", "grouped"), linear),
-            "linear_float8": self.uncertainty(f"linear.{family}", "float8"),
-            "batched": self.uncertainty(f"linear.{family}", "batched"),
+            "linear_float8": self.uncertainty(*products, "float8"),
+            "batched": self.uncertainty(*products, "batched"),
             **dict.fromkeys(("attention", "attention_grad"), attention),
             **dict.fromkeys(("memory", "embedding"), memory),
             "host": self.uncertainty("launch.a100", f"launch.{HOSTS.get(family, family)}"),
@@ -232,7 +242,7 @@ class FittedFigures:
 
 
 def write_presets(fitted: FittedFigures) -> None:
-    """Put the figures into the presets that give them, in place of those that were there."""
+    """Put the figures into the presets that give them, and what old libraries keep, in place of the old."""
     unknown = [name for name in WRITTEN if name not in preset_names()]
     assert not unknown, unknown
     about = f"fitted to {fitted.tables} by experiments/calibrate.py, {date.today().isoformat()}"
@@ -248,6 +258,12 @@ def write_presets(fitted: FittedFigures) -> None:
         )
         path.write_text(f"{text.rstrip()}\n\n{lines}\n", encoding="utf-8")
         print(f"written: {path}")
+    text = ROWS_OF_MACHINES.read_text(encoding="utf-8")
+    share = f"OLD_LIBRARIES = {fitted.values['libraries.2023']:.3f}"
+    ROWS_OF_MACHINES.write_text(
+        re.sub(r"^OLD_LIBRARIES = [0-9.]+", share, text, flags=re.M), encoding="utf-8"
+    )
+    print(f"written: {ROWS_OF_MACHINES}")
 
 
 def uncertainty_lines(fitted: FittedFigures, family: str, about: str) -> Iterable[str]:
