@@ -224,9 +224,10 @@ def test_megatron_computes_a_cross_entropy_in_steps(tp):
     assert whole == pytest.approx((logits, 0) if tp > 1 else (logits // 2, logits), rel=0.02, abs=400)
 
 
-def test_a_cross_entropy_in_steps_computes_the_same():
+@pytest.mark.parametrize("kernels", ["fused", "eager_waiting"])
+def test_a_cross_entropy_in_steps_computes_the_same(kernels):
     function = differentiate(gpt(1, 8, 2, 16, 2, 64), SGD())
-    steps = losses_apart(function, KERNELS["fused"])
+    steps = losses_apart(function, KERNELS[kernels])
     assert [op.attributes["in_steps"] for op in steps.ops if op.op_type == "CrossEntropyLoss"] == [1]
     inputs = random_inputs(function)
     for one, other in zip(*(SequentialExecutor().compute(f, inputs) for f in (function, steps)), strict=True):

@@ -49,7 +49,10 @@ def test_a_peak_is_compared_with_what_was_measured():
     assert measure_of(LLAMA) == ("reserved", 2**30)
     assert measure_of({"mem_kind": "GiB nvidia-smi"}) == ("nvidia-smi", 2**30)
     assert measure_of({}) == ("allocated", 2**30)
-    assert measure_of({"mem_kind": "GB (torch peak; GB vs GiB not stated)"}) == ("allocated", 2**30)
+    left_open = {"mem_kind": "GB (torch peak; GB vs GiB not stated)"}
+    assert measure_of(left_open) == ("allocated", 2**30)
+    assert measure_of(left_open | {"framework": "nanotron"}) == ("reserved", 2**30)
+    assert measure_of({"mem_kind": "GiB allocated", "framework": "nanotron"}) == ("allocated", 2**30)
     with pytest.raises(MissingFeatureError, match="unit"):
         measure_of({"mem_kind": "pages"})
 

@@ -195,7 +195,8 @@ STACKS = {
             "FlashAttention-2, recompute_layer false, clip_grad 1.0; trainer.py: buckets of torch's DDP, or "
             "with ZeRO-1 and float32 sums (make_ddp) all gradients at once after backward, reduced whole "
             "(reduce_scatter=False), and parameters gathered into lists of slices (optim/zero.py); "
-            "microbatches are copied to the device, and waited for, one by one (dataloader.py)",
+            "microbatches are copied to the device, and waited for, one by one (dataloader.py); losses in "
+            "steps, as Megatron-LM's (parallel/tensor_parallel/functional.py)",
             plan={0: {"bucket": "nanotron"}, 1: {"bucket": "nanotron", "overlap_grads": "off"}},
         ),
     )

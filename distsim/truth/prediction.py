@@ -18,12 +18,17 @@ from distsim.simulation.memory.program_memory import program_memory
 from distsim.simulation.steady_state import full_program
 from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth.case import Case
-from distsim.truth.row import MissingFeatureError, Row, cell
+from distsim.truth.row import MissingFeatureError, Row, cell, plain
 
 UNITS = {"gib": 2**30, "gb": 10**9}
 
 FIRST_RANK = ("nanotron",)
 """Stacks that print the peak of the first rank alone (nanotron: helpers.py, ``log_throughput``)."""
+
+PRINTS_RESERVED = ("nanotron",)
+"""Frameworks whose tables of peaks have what torch has reserved, in GiB: of nanotron's best layouts
+(docs/benchmark_summary.svg) those that are in its table of all runs have there ``Mem Res (GB)``, which is
+``torch.cuda.max_memory_reserved() / 1024**3`` (helpers.py, ``log_throughput``)."""
 
 
 @dataclass(frozen=True)
@@ -73,14 +78,17 @@ def measured_rank(case: Case, peaks: Sequence[int]) -> int:
 def measure_of(row: Row) -> tuple[str, int]:
     """Return what a peak is of, allocated, reserved or nvidia-smi, and the bytes of its unit.
 
-    Of a row that does not say it is what is allocated, in GiB; so it is where GB or GiB is left open of what
-    torch counts, whose tools divide by 2^30. Raises :class:`MissingFeatureError` for a unit that is neither.
+    Of a row that does not say it is what is allocated, in GiB, or what is reserved, where a framework prints
+    that (:data:`PRINTS_RESERVED`); so it is where GB or GiB is left open of what torch counts, whose tools
+    divide by 2^30. Raises :class:`MissingFeatureError` for a unit that is neither.
     """
     text = re.sub(r"^gb(?=.*\btorch\b.*\bgb vs gib not stated)", "gib", cell(row, "mem_kind").lower())
     unit = re.match(r"gi?b\b", text) or re.search(r"\bgi?b\b", text)
     if text and not unit:
         raise MissingFeatureError(f"the unit of a peak {text!r:.60}")
     kind = "nvidia-smi" if "nvidia" in text else "reserved" if "reserved" in text else "allocated"
+    if kind == "allocated" and "alloc" not in text and plain(row, "framework") in PRINTS_RESERVED:
+        kind = "reserved"
     return kind, UNITS[unit[0]] if unit else UNITS["gib"]
 
 

@@ -10,7 +10,9 @@ model: of Llama 3 8B at 8,192 tokens each takes 3.9 GiB in float32.
 
 Megatron-LM, unless it is asked for a fused one: Python that finds the largest logit, subtracts it, takes
 exponentials, sums them and divides by the sum, each in a kernel of its own, in the place of the logits in
-float32 (megatron/core/tensor_parallel/cross_entropy.py, ``VocabParallelCrossEntropy``).
+float32 (megatron/core/tensor_parallel/cross_entropy.py, ``VocabParallelCrossEntropy``). nanotron has the same
+(e24d2483, parallel/tensor_parallel/functional.py, ``_ShardedCrossEntropy``, on one rank too), but subtracts
+into a copy, which is not held here.
 """
 
 from __future__ import annotations

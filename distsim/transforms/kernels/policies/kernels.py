@@ -204,6 +204,7 @@ KERNELS = {
             _EAGER,
             name="eager_waiting",
             norms_twice=False,
+            loss="megatron",
             products="copied",
             zeroed="wide",
             waiting="reading",
@@ -244,7 +245,8 @@ op; ``eager_deepspeed``: the same, but gradients are unscaled and clipped at onc
 divided by the ranks by a pass of its own, and their sums in another type begin as zeros (DeepSpeed);
 ``eager_complex``: as ``eager``, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
-reads the batch, and sums of gradients that begin as zeros (nanotron); ``fused``: with the fusions that
+reads the batch, sums of gradients that begin as zeros, and the kernels of Megatron-LM's cross entropy
+(nanotron); ``fused``: with the fusions that
 Megatron-LM has by default, products that add to sums of gradients among them, and a host that looks for NaNs
 in each bucket before it is sent, as since December 2023; ``fused_loss``: with that of
 the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these,
