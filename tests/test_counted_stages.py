@@ -59,6 +59,8 @@ def layers(made):
         ("pp=2,stages=1-5", [1, 5]),
         ("pp=3,stages=1-3-2", [1, 3, 2]),
         ("pp=4,stages=2-2-1-1", [2, 2, 1, 1]),
+        ("pp=3,stages=0-4-2", [0, 4, 2]),  # the embedding alone
+        ("pp=4,stages=0-3-3-0", [0, 3, 3, 0]),
     ],
 )
 def test_layers_are_counted_with_the_embedding_first_and_the_head_last(text, held):
@@ -103,7 +105,7 @@ def test_numbers_may_count_blocks_with_the_layers_written_out():
     ("make", "text"),
     [
         (lambda: differentiate(small_gpt(layers=4), Adam()), "dp=2,pp=2,stages=layers,schedule=gpipe"),
-        (lambda: differentiate(small_gpt(layers=4), Adam()), "pp=3,stages=1-4-2,remat=full"),
+        (lambda: differentiate(small_gpt(layers=4), Adam()), "pp=3,stages=0-4-0,remat=full"),
         (lambda: differentiate(tied(layers=3), Adam()), "pp=3,stages=layers,tp=2"),
     ],
 )

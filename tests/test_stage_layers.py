@@ -25,7 +25,12 @@ def test_layers_that_are_redistributed(vocab, last, seq):
 
 @pytest.mark.parametrize(
     ("layers", "stages", "hidden", "ffn", "cut"),
-    [(32, 4, 4096, 14336, "9-9-8-6"), (16, 2, 2048, 8192, "11-5"), (32, 2, 4096, 14336, "18-14")],
+    [
+        (32, 4, 4096, 14336, "9-9-8-6"),
+        (16, 2, 2048, 8192, "11-5"),
+        (32, 2, 4096, 14336, "18-14"),
+        (16, 4, 2048, 8192, "6-5-5-0"),
+    ],
 )
 def test_layers_that_are_cut_by_weights(layers, stages, hidden, ffn, cut):
     """What models/base.py of nanotron gives, run by hand; 131,072 words."""

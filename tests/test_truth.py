@@ -102,7 +102,6 @@ def test_who_measured_and_what_does_not_matter(column):
         ({"dp": "0"}, "whole microbatches"),
         ({"global_batch": "17"}, "global_batch=17 is no multiple of dp=1 times micro_batch=2"),
         ({"sp": "perhaps", "tp": "2"}, "sp 'perhaps'"),
-        ({"schedule": "1f1b with layer redistribution", "vocab": "500000"}, "stages of no layer"),
     ],
     ids=str,
 )

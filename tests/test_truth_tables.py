@@ -203,14 +203,9 @@ def test_the_published_rows_say_where_they_are_from(monkeypatch, capsys):
     assert f"{len(taken)} of {len(taken)} rows cannot be expressed" in capsys.readouterr().out
     assert len(taken) == len({row["id"] for row in taken}) == 101
     assert all(row["source"] and row["source_url"] and float(row["iter_time_s"]) > 0 for row in taken)
-    refused = []
     for row in taken:
         measure_of(row)
-        try:
-            case_of(row)
-        except MissingFeatureError as error:
-            refused.append(str(error))
-    assert refused == ["stages of no layer: 0 of 32 on the last of 8"]
+        case_of(row)
 
 
 # --- figures --------------------------------------------------------------------------------------

@@ -29,7 +29,8 @@ STAGES = ("even", "default", "layers", "auto", "N-N-...")
 """How a model is cut into pipeline stages: at any op for even work and few bytes sent; in whole layers as
 torchtitan counts them, embedding and output head being layers too; in equally many whole layers, as
 Megatron-LM counts them, embedding and head going with the first and the last; in whole blocks, for the least
-simulated step; or so many layers each, or blocks, a number per stage in their order, as in 3-4-4-3."""
+simulated step; or so many layers each, or blocks, a number per stage in their order, as in 3-4-4-3: none
+where the first stage has the embedding alone, or the last the head."""
 
 _NAMED_STAGES = STAGES[:-1]
 
@@ -330,8 +331,12 @@ def parse_stages(text: object) -> tuple[int, ...]:
         known = f"choose one of {', '.join(STAGES)}, as in 3-4-4-3{did_you_mean(text, _NAMED_STAGES)}"
         raise PlanError(f"stages={shortened(text)} is unknown; {known}")
     # Each is written in one way, so that equal plans have equal texts.
-    if not re.fullmatch(r"[1-9][0-9]{0,6}(-[1-9][0-9]{0,6})*", text, re.ASCII):
-        raise PlanError(f"stages={shortened(text)}: each stage holds 1 to 9999999 blocks, as in 3-4-4-3")
+    count = "[1-9][0-9]{0,6}"
+    if not re.fullmatch(rf"{count}|(0|{count})(-{count})*-(0|{count})", text, re.ASCII):
+        raise PlanError(
+            f"stages={shortened(text)}: each stage holds 1 to 9999999 blocks, as in 3-4-4-3, or none where "
+            "the first has the embedding alone, the last the head"
+        )
     return tuple([int(number) for number in text.split("-")])
 
 

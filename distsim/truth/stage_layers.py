@@ -67,7 +67,8 @@ def _by_weights(sizes: StageSizes, assumed: list[str]) -> str:
     """Return the layers of each stage as nanotron cuts a model (models/base.py, ``build_model``).
 
     A layer costs 4 h^2 + 3 h f, as if all of attention's products were h by h, the head h V, the embedding
-    nothing; a stage takes blocks until what was taken is more than its share.
+    nothing; a stage takes blocks until what was taken is more than its share. The last one may have the head
+    alone.
     """
     layer = 4 * sizes.hidden**2 + 3 * sizes.hidden * sizes.ffn
     total = sizes.layers * layer + sizes.hidden * sizes.vocab
@@ -76,7 +77,7 @@ def _by_weights(sizes: StageSizes, assumed: list[str]) -> str:
         counts[stage] += 1
         taken += layer
         stage += taken * sizes.stages > total * (stage + 1)
-    if not all(counts):
+    if not all(counts[:-1]) or stage < sizes.stages - 1:
         raise MissingFeatureError(f"stages of no layer: nanotron cuts {sizes.layers} layers into {counts}")
     if len(set(counts)) == 1:
         return "layers"
@@ -95,7 +96,7 @@ def _redistributed_last(sizes: StageSizes) -> int:
 
 def _with_last(sizes: StageSizes, last: int, assumed: list[str] | None = None) -> str:
     rest, others = sizes.layers - last, sizes.stages - 1
-    if not others or last < 1 or rest < others:
+    if not others or rest < others:
         raise MissingFeatureError(
             f"stages of no layer: {last} of {sizes.layers} on the last of {sizes.stages}"
         )

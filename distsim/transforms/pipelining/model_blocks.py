@@ -79,7 +79,7 @@ class ModelBlocks:
         """
         if sum(sizes) == self.layers.count(True):
             return self._by_layers("-".join(map(str, sizes)), sizes)
-        return tuple(accumulate(sizes[:-1], initial=0)) if sum(sizes) == len(self) else ()
+        return tuple(accumulate(sizes[:-1], initial=0)) if sum(sizes) == len(self) and all(sizes) else ()
 
     @property
     def described(self) -> str:
