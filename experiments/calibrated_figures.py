@@ -88,6 +88,11 @@ FIGURES: dict[str, FittedFigure] = {
     ),
     "launch.b200": FittedFigure(0.65, 0.15, "of launch.a100: a host of a later generation"),
     "compiled": FittedFigure(0.5, 0.3, "of an eager launch: no dispatcher between kernels"),
+    "modules": FittedFigure(
+        1.0,
+        0.4,
+        "of an eager launch: linear layers of nanotron are Python, which issues their collectives",
+    ),
     "tensor": FittedFigure(5e-6, 0.7, "a few calls of Python for each tensor"),
 }
 """What is fitted. Shares are of what the device reaches at best (``Device.rates``)."""
@@ -195,7 +200,11 @@ def rates_of(
     }
     return KernelRates(
         tuple([(kind, min(share, 1.0)) for kind, share in shares.items()]),
-        (("eager", launch), ("fused", launch), ("compiled", launch * values["compiled"])),
+        (
+            *(("eager", launch), ("fused", launch)),
+            ("compiled", launch * values["compiled"]),
+            ("eager_waiting", launch * values["modules"]),
+        ),
         values["tensor"],
         device.rates.processors,
         device.rates.spread,

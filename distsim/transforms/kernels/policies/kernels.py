@@ -209,7 +209,7 @@ KERNELS = {
             zeroed="wide",
             waiting="reading",
             receiving="device",
-            launched_as="eager",
+            launched_as="eager_waiting",
         ),
         replace(
             _EAGER,
