@@ -38,9 +38,10 @@ SPREAD = 0.10
 """What a row is expected to differ by: about what sources differ by on the same machine."""
 QUANTILE = 1.645
 """How many standard deviations 90 % intervals reach to either side."""
-STEPS = 4
-"""Steps of Gauss-Newton: derivatives are taken anew at every second one. The last changes no figure by more
-than a part of its interval, as is printed."""
+STEPS = 8
+"""Steps of Gauss-Newton at most: derivatives are taken anew at every second one."""
+STILL = 0.05
+"""By how much of its standard deviation a figure may change in the last step; else it is said."""
 
 
 # --- the fit ----------------------------------------------------------------------------------------------
@@ -71,18 +72,22 @@ def fit(rows: Rows, say: Callable[[str], None]) -> Fit:
     """Return the figures that fit best."""
     weights = np.sqrt(row_weights(rows)) / SPREAD
     logs, every = np.zeros(len(FIGURES)), np.ones(len(rows.rows), np.bool_)
-    slopes = np.zeros((len(rows.rows), len(logs)))
+    slopes, residuals = np.zeros((len(rows.rows), len(logs))), np.zeros(len(rows.rows))
     for step in range(STEPS + 1):
         residuals = np.log(rows.predict(logs) / rows.measured)
         say(f"step {step}: mean error {np.abs(np.expm1(residuals)).mean():.1%}")
         if step % 2 == 0:
             slopes = slopes_of(rows, logs, residuals)
-        if step < STEPS:
-            change, covariance = Fit(logs, residuals, slopes, weights).solve(every)
+        change, covariance = Fit(logs, residuals, slopes, weights).solve(every)
+        moves = np.abs(change) / np.sqrt(np.diag(covariance))
+        most = int(np.argmax(moves))
+        say(f"  {[*FIGURES][most]} would move most: {change[most]:+.2%}, {moves[most]:.2f} of its deviation")
+        if step % 2 == 0 and moves[most] < STILL:
+            break
+        if step == STEPS:
+            say(f"the fit moves still after {STEPS} steps")
+        else:
             logs = logs + change
-            most = int(np.argmax(np.abs(change) / np.sqrt(np.diag(covariance))))
-            deviations = abs(change[most]) / math.sqrt(covariance[most, most])
-            say(f"  {[*FIGURES][most]} moves most: by {change[most]:+.2%}, {deviations:.2f} deviations of it")
     return Fit(logs, residuals, slopes, weights)
 
 

@@ -7,11 +7,13 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
+from distsim.hardware import load_cluster
 from distsim.hardware import presets as preset_names
 from distsim.ir import Device
 from distsim.ir.kernel_rates import KernelRates
@@ -88,11 +90,6 @@ FIGURES: dict[str, FittedFigure] = {
     ),
     "launch.b200": FittedFigure(0.65, 0.15, "of launch.a100: a host of a later generation"),
     "compiled": FittedFigure(0.5, 0.3, "of an eager launch: no dispatcher between kernels"),
-    "modules": FittedFigure(
-        1.0,
-        0.4,
-        "of an eager launch: linear layers of nanotron are Python, which issues their collectives",
-    ),
     "tensor": FittedFigure(5e-6, 0.7, "a few calls of Python for each tensor"),
 }
 """What is fitted. Shares are of what the device reaches at best (``Device.rates``)."""
@@ -165,9 +162,8 @@ GROUPED = {
 }
 """Grouped products, of linear ones of the same shapes: the mean of kernels of 600 to 1,200 rows a group."""
 FLOAT8["gb200"], GROUPED["gb200"] = FLOAT8["b200"], GROUPED["b200"]
-SAME_PROCESSOR = {"h200": ("h100", 794.5 / 833.0)}
-"""Kinds of GPU whose products are as fast as those of another, and that one's best product over its own: the
-share of linear products is one of the best, and both presets say what that is (``flops_efficiency``)."""
+SAME_PROCESSOR = {"h200": "h100"}
+"""Kinds of GPU whose linear products have the speed of those of another, but for a factor near 1."""
 EMBEDDING = 0.5
 """Rows picked by index, of a large copy: assumption, not measured."""
 
@@ -176,14 +172,21 @@ HOSTS = {"gb200": "b200"}
 """Kinds of GPU whose hosts take for a launch what those of another take."""
 
 
+@cache
+def best_product(family: str) -> float:
+    """Return what share of the peak the best product of a kind of GPU reaches, of which ``linear`` is one."""
+    (preset,) = [name for name, written in WRITTEN.items() if written == family]
+    return load_cluster(preset).devices[0].flops_efficiency
+
+
 def rates_of(
     values: Mapping[str, float], family: str, device: Device, old_libraries: bool = False
 ) -> KernelRates:
     """Return the figures of a kind of GPU; ``old_libraries``: before its products were tuned."""
     linear = values[f"linear.{family}"] * (values["libraries.2023"] if old_libraries else 1.0)
     if family in SAME_PROCESSOR:
-        other, best = SAME_PROCESSOR[family]
-        linear *= values[f"linear.{other}"] * best
+        other = SAME_PROCESSOR[family]
+        linear *= values[f"linear.{other}"] * best_product(other) / best_product(family)
     forward, backward, _ = ATTENTION[family]
     launch = values["launch.a100"] * values.get(f"launch.{HOSTS.get(family, family)}", 1.0) ** (
         family != "a100"
@@ -200,11 +203,7 @@ def rates_of(
     }
     return KernelRates(
         tuple([(kind, min(share, 1.0)) for kind, share in shares.items()]),
-        (
-            *(("eager", launch), ("fused", launch)),
-            ("compiled", launch * values["compiled"]),
-            ("eager_waiting", launch * values["modules"]),
-        ),
+        (("eager", launch), ("fused", launch), ("compiled", launch * values["compiled"])),
         values["tensor"],
         device.rates.processors,
         device.rates.spread,
@@ -234,7 +233,7 @@ class FittedFigures:
 
     def uncertainties(self, family: str) -> dict[str, float]:
         """Return how well the seconds of each kind of work are known on a kind of GPU."""
-        products = [f"linear.{name}" for name in (family, *SAME_PROCESSOR.get(family, ())[:1])]
+        products = [f"linear.{name}" for name in (family, SAME_PROCESSOR.get(family)) if name]
         linear = self.uncertainty(*products)
         attention, memory = self.uncertainty("attention"), self.uncertainty("memory")
         return {

@@ -105,7 +105,9 @@ def test_numbers_may_count_blocks_with_the_layers_written_out():
     ("make", "text"),
     [
         (lambda: differentiate(small_gpt(layers=4), Adam()), "dp=2,pp=2,stages=layers,schedule=gpipe"),
+        (lambda: differentiate(small_gpt(layers=4), Adam()), "pp=3,stages=1-4-2,remat=full"),
         (lambda: differentiate(small_gpt(layers=4), Adam()), "pp=3,stages=0-4-0,remat=full"),
+        (lambda: differentiate(tied(layers=3), Adam()), "pp=3,stages=0-3-0"),
         (lambda: differentiate(tied(layers=3), Adam()), "pp=3,stages=layers,tp=2"),
     ],
 )

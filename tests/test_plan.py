@@ -121,6 +121,7 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
         ("pp=2,stages=3-x", ["stages='3-x' is unknown"]),
         ("pp=2,stages=3-٣", ["is unknown"]),
         ("pp=2,stages=-3-4", ["stages='-3-4' is unknown"]),
+        ("pp=2,stages=0-0", ["stages=0-0 has no layer on any stage"]),
         ("pp=3,stages=3-0-4", ["stages='3-0-4': each stage holds 1 to 9999999 blocks"]),
         ("pp=2,stages=03-4", ["stages='03-4': each stage holds 1 to"]),
         ("pp=2,stages=3-99999999", ["each stage holds 1 to 9999999 blocks"]),

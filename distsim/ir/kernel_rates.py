@@ -18,11 +18,8 @@ KINDS_OF_UNCERTAINTY = (*KINDS_OF_WORK, "host", "host_compiled")
 """What a device may say of how well its figures are known: the kinds of work, and the host's launches, those
 of compiled kernels apart."""
 
-WAYS_TO_LAUNCH = ("eager", "fused", "compiled", "eager_waiting")
+WAYS_TO_LAUNCH = ("eager", "fused", "compiled")
 """The ways to run kernels of which a device may say what its host takes to issue one."""
-
-_LIKE = {"eager_waiting": "eager"}
-"""As which other way a host is taken to issue kernels, where it does not say."""
 
 
 ATTENTION_KERNELS = ("flash1", "triton", "flash2", "flash3", "cudnn")
@@ -92,9 +89,8 @@ class KernelRates:
         return next((share for name, share in self.shares if name == kind), None)
 
     def launch(self, kernels: str) -> float:
-        """Return the seconds of the host for a kernel that is run so, or as what is like it; else 0."""
-        given = dict(self.launches)
-        return given.get(kernels, given.get(_LIKE.get(kernels, ""), 0.0))
+        """Return the seconds of the host for a kernel that is run so, 0 where that is not given."""
+        return next((seconds for name, seconds in self.launches if name == kernels), 0.0)
 
     def attention(self, kernel: str) -> float | None:
         """Return how fast a kernel of attention is, 1 being what ``shares`` say; None where not given."""

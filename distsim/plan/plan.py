@@ -337,7 +337,10 @@ def parse_stages(text: object) -> tuple[int, ...]:
             f"stages={shortened(text)}: each stage holds 1 to 9999999 blocks, as in 3-4-4-3, or none where "
             "the first has the embedding alone, the last the head"
         )
-    return tuple([int(number) for number in text.split("-")])
+    sizes = tuple([int(number) for number in text.split("-")])
+    if not any(sizes):
+        raise PlanError(f"stages={text} has no layer on any stage; give each its number, as in 3-4-4-3")
+    return sizes
 
 
 def _parse_count(name: str, text: str) -> int:

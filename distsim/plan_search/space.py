@@ -33,7 +33,7 @@ from typing import Any
 
 from distsim.errors import PlanError, shortened
 from distsim.ir import Function, Tensor, Topology, all_ops
-from distsim.plan import RESHARD, SWITCH, TP_OVERLAP, Plan, parse_schedule
+from distsim.plan import RESHARD, SWITCH, TP_OVERLAP, Plan, parse_schedule, parse_stages
 from distsim.plan.rank_layout import CP_KINDS
 from distsim.schedule import FLUSH, SCHEDULES, schedule
 from distsim.schedule.refusals import count as count_of
@@ -173,6 +173,9 @@ class PlanSpace:
     @cached_property
     def plans(self) -> tuple[Plan, ...]:
         """The plans, without repetitions: equal spaces have them in the same order."""
+        for text in self.sets.get("stages", ()):
+            if text != "*":
+                parse_stages(text)  # which no plan at all would say less of
         found = dict.fromkeys(self._plans())
         for name in self.sets:
             self._check_values(name, found)

@@ -87,7 +87,8 @@ def measure_of(row: Row) -> tuple[str, int]:
     if text and not unit:
         raise MissingFeatureError(f"the unit of a peak {text!r:.60}")
     kind = "nvidia-smi" if "nvidia" in text else "reserved" if "reserved" in text else "allocated"
-    if kind == "allocated" and "alloc" not in text and plain(row, "framework") in PRINTS_RESERVED:
+    framework = plain(row, "framework")
+    if kind == "allocated" and "alloc" not in text and any(name in framework for name in PRINTS_RESERVED):
         kind = "reserved"
     return kind, UNITS[unit[0]] if unit else UNITS["gib"]
 

@@ -78,7 +78,10 @@ def _by_weights(sizes: StageSizes, assumed: list[str]) -> str:
         taken += layer
         stage += taken * sizes.stages > total * (stage + 1)
     if not all(counts[:-1]) or stage < sizes.stages - 1:
-        raise MissingFeatureError(f"stages of no layer: nanotron cuts {sizes.layers} layers into {counts}")
+        raise MissingFeatureError(
+            f"stages of no layer: nanotron cuts {sizes.layers} layers into {counts}, with the head on stage "
+            f"{stage + 1} of {sizes.stages}"
+        )
     if len(set(counts)) == 1:
         return "layers"
     text = "-".join(map(str, counts))

@@ -44,8 +44,10 @@ def counted_cut(functions: Iterable[Sharded], num_stages: int, costs: DeviceCost
             return _noted(cut, f"stages={stages}: {_sizes(firsts, len(blocks))} blocks")
         seen.append(blocks)
     first, *finer = seen
-    sums = [f"{first.layers.count(True)}, the layers", f"{len(first)}, all blocks"]
-    sums += [f"{len(blocks)}, the blocks with layers written out" for blocks in finer]
+    sums = [f"{first.layers.count(True)}, the layers"]
+    if all(sizes):  # which a stage without layers counts alone
+        sums += [f"{len(first)}, all blocks"]
+        sums += [f"{len(blocks)}, the blocks with layers written out" for blocks in finer]
     raise PlanError(
         f"stages={stages} sums to {sum(sizes)}, but {first.described}; give numbers that sum to "
         f"{', or to '.join(sums)}"

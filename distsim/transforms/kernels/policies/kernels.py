@@ -209,7 +209,7 @@ KERNELS = {
             zeroed="wide",
             waiting="reading",
             receiving="device",
-            launched_as="eager_waiting",
+            launched_as="eager",
         ),
         replace(
             _EAGER,
