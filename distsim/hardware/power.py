@@ -15,9 +15,9 @@ of 0.5 none), 0.881 at 0.7 (Perseus, Chung et al., SOSP 2024: ml-energy/zeus at 
 sosp24_data/emulation/stage_profile). Below three fifths voltage falls no more, so speed falls with power. Of
 Hopper, products of 8,192 x 8,192 x 8,192 alone: on H100 at 500 W 585.2 TFLOP/s in bfloat16 and 1,125.5 in 8
 bits (pytorch/FBGEMM pull request 2546 of April 2024, of a library that it does not name), on H200 at 700 W
-678.9 and 1,309 (``experiments/measured/h200_kernels.csv``): 0.861, or 0.853 at 0.7, which counts as much there
-as Ampere does. On four A100 of 300 W (PCIe; sosp24_data/zeus/csv/A100/zeus_global.csv) whole steps keep 0.75 to
-0.80 at 0.71: what a GPU keeps differs by a tenth."""
+678.9 and 1,309 (``experiments/measured/h200_kernels.csv``): 0.861, or 0.853 at 0.7, which counts as much
+there as Ampere does. On four A100 of 300 W (PCIe; sosp24_data/zeus/csv/A100/zeus_global.csv) whole steps keep
+0.75 to 0.80 at 0.71: what GPUs keep differs by a tenth."""
 
 
 def speed_under_limit(power: float | None, limit: float | None) -> float:
