@@ -10,6 +10,7 @@ from dataclasses import replace
 from datetime import date
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ from distsim.truth.accuracy import Accuracy
 from distsim.truth.by_device import errors_by_device
 from distsim.truth.evaluation import Outcome, evaluated, outcome_of
 from distsim.truth.prediction import measure_of
-from distsim.truth.score import detection, mfu_seconds, regret, scores
+from distsim.truth.score import after_own_runs, detection, mfu_seconds, regret, scores
 
 ROOT = Path(__file__).parents[1]
 with pytest.MonkeyPatch.context() as patch:
@@ -379,3 +380,10 @@ def test_dropout_beside_sequence_parallelism_leaves_no_activation_whole():
     row = GPT | large | {"recompute": "selective(attention core)"}
     apart, whole = (predict(case_of(row | {"sp": sp})).peak for sp in ("yes", "no"))
     assert whole - apart > (10 + 24 / 8 - 34 / 8) * 2048 * 4 * 6144  # Korthikanti et al. 2022, table 2
+
+
+def test_own_runs_of_a_large_table_are_drawn():
+    """Of 5 of 300 steps there are 2e10 choices; those drawn say what all of 20 say of the same ratios."""
+    ratios = [1.3, 1.1, 1.4, 1.2, 1.25] * 4
+    few, many = (np.mean(np.abs(after_own_runs(each, 5, most=400))) for each in (ratios, ratios * 15))
+    assert few == pytest.approx(many, rel=0.1) and few < np.mean([abs(1 / ratio - 1) for ratio in ratios])

@@ -38,14 +38,6 @@ GPUS = (
 ADAPTERS = r"\b(efa(v[0-9])?|aws|p4de?|p5(en)?)\b"
 """Links of AWS between nodes; what they start and carry is as in the presets of its machines."""
 
-UNSTATED = r"assumed|not stated"
-UNSTATED_ADAPTERS = {"efficiency": 0.84, "latency": "194us"}
-"""What adapters of AWS carry and take to start where a row does not state that it had them, so that nothing
-is known of its cluster: least squares on the logarithm of time over what two clusters of p5 took, each as
-much. One was quiet, and is the preset's (80 all-gathers and all-reduces of 32 MiB to 8 GiB on 2 to 32 nodes,
-alone 0.885 and 73 us), the other had jobs beside, or a fault (medians of 256 MB on 2 to 64 nodes, figure
-pp_comm_bandwidth of the Ultra-Scale Playbook, Hugging Face 2025, alone 0.73 and 345 us)."""
-
 CUT_NVLINK = r"\b[ah]800\b"
 """GPUs whose NVLink carries 400 GB/s both ways, where the presets' carries more."""
 
@@ -104,7 +96,7 @@ def cluster_of(row: Row, devices: int, assumed: list[str]) -> Cluster:
     if preset == "dgx-a100" and memory is None and "80" not in gpu:
         assumed.append("80 GB of memory")
     try:
-        if re.search(UNSTATED, plain(row, "inter_link")):
+        if re.search(r"assumed|not stated", plain(row, "inter_link")):
             assumed.append("the link between nodes")
         found = _with_columns(row, preset, gpu, memory, devices)
         found.topology()
@@ -128,11 +120,11 @@ def _with_columns(row: Row, preset: str, gpu: str, memory: float | None, devices
     sized = _topology(preset, tuple(settings))
     per_node = len(sized.devices)
     settings += _between(row, sized, per_node)
-    if re.search(ADAPTERS, link := plain(row, "inter_link")):
-        of_p5 = {figure.name: f"{figure.value:g}{figure.unit}" for figure in figures("aws-p5")}
-        for name, unstated in UNSTATED_ADAPTERS.items():
-            figure = unstated if re.search(UNSTATED, link) else of_p5[f"levels.efa.{name}"]
-            settings.append(f"{sized.levels[-1].name}.{name}={figure}")
+    if re.search(ADAPTERS, plain(row, "inter_link")):
+        adapter = {figure.name: figure for figure in figures("aws-p5")}
+        for name in ("efficiency", "latency"):
+            figure = adapter[f"levels.efa.{name}"]
+            settings.append(f"{sized.levels[-1].name}.{name}={figure.value:g}{figure.unit}")
     old = preset in HOPPER and bool(re.search(OLD_TORCH, plain(row, "framework")))
     if old:
         shares = dict(plainly.devices[0].rates.shares)

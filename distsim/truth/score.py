@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import statistics
 from collections.abc import Iterable, Sequence
@@ -139,21 +140,30 @@ def regret(choices: Sequence[tuple[float, float]]) -> float:
     return max(statistics.fmean(taken) / min(measured for _, measured in choices) - 1, 0.0)
 
 
+MOST_CHOICES = 100_000
+"""As many of which are listed: those of 5 of 41 steps are 749,398."""
+
+
 def after_own_runs(ratios: Sequence[float], count: int, most: int = 60) -> list[float]:
     """Return errors of predictions that are corrected by so many measured steps of the same machine.
 
     ``ratios`` are measured over predicted seconds of steps of one machine. Each choice of ``count`` of them
-    corrects the others; of many choices the first ``most``, in an order of their own, are taken.
+    corrects the others; of many choices the first ``most``, in an order of their own, are taken, and of more
+    than :data:`MOST_CHOICES` so many are drawn.
 
     >>> [round(error, 3) for error in after_own_runs([1.2, 1.2, 1.2], 2)]
     [-0.068, -0.068, -0.068]
     """
-    choices = list(combinations(range(len(ratios)), count))
-    Random(0).shuffle(choices)
+    places, draws = range(len(ratios)), Random(0)
+    if math.comb(len(ratios), count) > MOST_CHOICES:
+        choices = [tuple(draws.sample(places, count)) for _ in range(most)]
+    else:
+        choices = list(combinations(places, count))
+        draws.shuffle(choices)
     return [
         correction([ratios[place] for place in chosen]) / ratios[other] - 1
         for chosen in choices[:most]
-        for other in range(len(ratios))
+        for other in places
         if other not in chosen
     ]
 
