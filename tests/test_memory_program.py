@@ -11,7 +11,7 @@ from training_models import SCHEDULES, Maker, bert, flat_mlp, laid_out, mesh_of,
 
 from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Function, Role
-from distsim.models import mlp
+from distsim.models import gpt, mlp
 from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulation.memory import table_changes
@@ -21,6 +21,7 @@ from distsim.simulation.memory.rank_calls import Irregular
 from distsim.simulation.memory.row_changes import RankUse
 from distsim.simulation.memory.table_changes import changes_of
 from distsim.transforms import SGD, Adam, differentiate, steady_state_transform
+from distsim.transforms.autodiff.precision import POLICIES
 
 OPTIMIZERS = (None, SGD(), Adam())
 
@@ -341,6 +342,19 @@ def test_buffers_hold_gradients_all_step(bucket, share, microbatches):
         assert use.by_kind["gradients"] == round(share * use.by_kind["parameters"])
         assert use.peak >= other.peak - other.by_kind["gradients"] + use.by_kind["gradients"]
     assert_same_memory(plain)
+
+
+@pytest.mark.parametrize("overlap", ["on", "off"])
+def test_sixteen_bits_of_gradients_and_state_where_its_weights_are(overlap):
+    """2 bytes a weight in buffers, though norms are summed in float32; 12 of state, divided, on its stage."""
+    model = gpt(4, 8, 4, 4, 8, 16)
+    joint = differentiate(model, Adam(), clip=1.0, precision=POLICIES["mixed_bf16_grads"])
+    fields = f"zero=1,bucket=megatron,overlap_params={overlap}"
+    program = laid_out(joint, mesh_of(2, 1, 4), schedule("1f1b", 4, 4), zero=fields)
+    for use in program_memory(program).ranks:
+        weights = use.by_kind["parameters"] / 2
+        assert use.by_kind["gradients"] == 2 * weights
+        assert use.by_kind["state"] == pytest.approx(12 * weights / 2, rel=0.02)  # parts are padded
 
 
 def test_missing_says_by_how_much_it_does_not_fit():

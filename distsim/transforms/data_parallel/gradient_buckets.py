@@ -46,14 +46,17 @@ def held_gradients(function: Function, buckets: Buckets | None) -> float:
     """Return the bytes of what holds gradients all step, by byte of the parameters of a rank.
 
     That is what ``buckets`` hold of an element as it is sent: of all parameters, those too that no other rank
-    has. The widest type that is sent counts, and the narrowest that parameters have.
+    has. The type of the largest that is sent counts (norms are summed in others), and the narrowest that
+    parameters have.
     """
     if buckets is None or not buckets.held:
         return 0.0
     types = [as_tensor(value.type, value.name) for value in function.inputs if value.role is Role.PARAMETER]
-    reduced = [op.inputs[0] for op in function.ops if _reduces(op)]
-    sent = [as_tensor(value.type, value.name).dtype.itemsize for value in reduced]
-    return buckets.held * max(sent) / min(type_.dtype.itemsize for type_ in types) if sent and types else 0.0
+    reduced = [as_tensor(op.inputs[0].type, op.inputs[0].name) for op in function.ops if _reduces(op)]
+    if not reduced or not types:
+        return 0.0
+    sent = max(reduced, key=lambda type_: type_.nbytes).dtype.itemsize
+    return buckets.held * sent / min(type_.dtype.itemsize for type_ in types)
 
 
 def gradient_buckets(

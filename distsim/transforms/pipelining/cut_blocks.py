@@ -72,14 +72,15 @@ class _Cutter:
                 self._place_step(op)
 
     def _place_step(self, op: int) -> None:
-        """Place an op that runs once per step where its parameter is, or else with most of what it reads."""
+        """Place an op that runs once per step where its parameter is, or else with most of what it reads
+        that is made: what is given, such as optimizer state, is where it is read."""
         function, homes, read = self.function, self.homes, self.function.reads[op]
-        made = [m for m in [function.producer[v] for v in read] if m >= 0 and not function.loose[m]]
+        of = {v: m for v in read if (m := function.producer[v]) >= 0 and not function.loose[m]}
         owned = [homes[v][0] for v in map(self._viewed, read) if v in homes]
-        most = max([function.values[v].type.nbytes for v in read], default=0)
-        large = [function.producer[v] for v in read if function.values[v].type.nbytes == most]
-        with_most = [self.stage[m] for m in large if m in made]
-        stage = self.stage[op] = min(owned or multimode(with_most) or [self.stage[m] for m in made] or [0])
+        most = max([function.values[v].type.nbytes for v in of], default=0)
+        with_most = [self.stage[m] for v, m in of.items() if function.values[v].type.nbytes == most]
+        made = [*of.values()]
+        stage = self.stage[op] = min(owned or multimode(with_most) or [0])
         before = [self.round[m] + (self.stage[m] != stage) for m in made if self.round[m] >= 0]
         self.round[op] = max(before, default=0)
 
