@@ -16,24 +16,27 @@ UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**2
 
 class Fill(NamedTuple):
     """What makes a bucket full: ``limit``, or ``by_rank`` for each rank if that is more; of the first bucket
-    ``first``, if there is one; in bytes as they are sent, or in ``elements``. ``held``: the bytes of buffers
-    in which all gradients are, from the start of the step to its end, by byte as it is sent."""
+    ``first``, if there is one; in bytes as they are sent, or in ``elements``. ``held``: buffers have all
+    gradients as they are sent, from the start of the step to its end; ``twice``: others have them as backward
+    makes them, in the type of their parameters."""
 
     limit: int
     by_rank: int = 0
     first: int | None = None
     elements: bool = False
-    held: float = 0.0
+    held: bool = False
+    twice: bool = False
 
 
 BUCKETS = {
     # torch/nn/parallel/distributed.py: bucket_cap_mb=25; dist._DEFAULT_FIRST_BUCKET_BYTES = 1048576
     "torch": Fill(25 * 2**20, first=2**20),
-    # nanotron, optim/gradient_accumulator.py: sums in float32, and DDP's buckets of half as many bytes, each
-    # of which is added to them, and sums are sent (get_fp32_accum_hook)
-    "nanotron": Fill(50 * 2**20, first=2 * 2**20, held=1.5),
+    # nanotron, optim/gradient_accumulator.py: sums in float32, and DDP's buckets, each of which is added to
+    # them, and sums are sent (get_fp32_accum_hook); trainer.py has DDP copy gradients into its buckets
+    # (no gradient_as_bucket_view), which in 16 bits, or summed in one type, are there beside them
+    "nanotron": Fill(50 * 2**20, first=2 * 2**20, held=True, twice=True),
     # Megatron-LM core/distributed/distributed_data_parallel.py: max(40000000, 1000000 * dp size) parameters
-    "megatron": Fill(40_000_000, by_rank=1_000_000, elements=True, held=1.0),
+    "megatron": Fill(40_000_000, by_rank=1_000_000, elements=True, held=True),
     # DeepSpeed runtime/zero/config.py: reduce_bucket_size 5e8 elements
     "deepspeed": Fill(500_000_000, elements=True),
     # torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py: all of a module that is wrapped, a layer
@@ -57,8 +60,8 @@ class Buckets:
     and its parameters are gathered together. ``early``: a bucket is reduced while the last backward pass, or
     that of each microbatch, still runs; else after it, or it waits for that. ``ahead``: new parameters are
     gathered bucket by bucket during the first forward pass of the next step, in place of at the end.
-    ``held``: see :class:`Fill`. ``blocking``: the parameters of a layer are gathered one by one, when it
-    comes to them. ``listed``: new parameters are gathered into lists of a slice of each a rank, and
+    ``held``, ``twice``: see :class:`Fill`. ``blocking``: the parameters of a layer are gathered one by one,
+    when it comes to them. ``listed``: new parameters are gathered into lists of a slice of each a rank, and
     gradients of which a rank needs a part are summed whole. ``copied``: parameters are copied out of the
     buffer into which they are gathered, gradients into the one that is scattered. ``averaged``: a kernel
     divides each bucket by the ranks before it is sent; ``checked``: before that the host waits for its norm
@@ -72,7 +75,8 @@ class Buckets:
     layers: bool = False
     ahead: bool = False
     blocking: bool = False
-    held: float = 0.0
+    held: bool = False
+    twice: bool = False
     listed: bool = False
     copied: bool = False
     averaged: bool = False
@@ -113,11 +117,12 @@ def buckets_of(
     """
     named, layers = text in ("megatron", "nanotron"), zero == 3
     if layers or (named and not early):
-        held, listed = 0.0 if zero > 1 else 1.0, text == "nanotron" and not layers
+        held, listed = zero < 2, text == "nanotron" and not layers
         more = {"early": early, "layers": layers, "ahead": ahead, "blocking": blocking, "listed": listed}
         more |= {"copied": text == "fsdp2"}
         return Buckets(2**62, 2**62, held=held, **more)
     fill = parse_bucket(text)
     limit = max(fill.limit, fill.by_rank * dp)
     first = limit if fill.first is None else fill.first
-    return Buckets(limit, first, fill.elements, early, ahead=ahead, held=0.0 if zero > 1 else fill.held)
+    held, twice = fill.held and zero < 2, fill.twice and zero < 2
+    return Buckets(limit, first, fill.elements, early, ahead=ahead, held=held, twice=twice)

@@ -373,7 +373,7 @@ def _divided(held: HeldBytes, plan: Plan) -> HeldParts:
     buckets = buckets_of(plan.bucket, ranks, plan.overlap_grads == "on", plan.zero) if divides else None
     if plan.zero == 2:
         return HeldParts(kept, 0.0, every / plan.chunks if sends_at_once(plan) else 0.0)
-    if buckets is not None and buckets.held >= 1:
+    if buckets is not None and buckets.held:
         return HeldParts(kept + every, 0.0, 0.0)
     late = buckets is not None and not buckets.early
     in_flight = flights(plan)

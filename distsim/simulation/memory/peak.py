@@ -17,13 +17,14 @@ from dataclasses import dataclass
 from distsim.ir import Device, Function, Op
 from distsim.ops.replaced import replacements
 from distsim.simulation.memory.origins import origins
-from distsim.simulation.memory.plan import gradient_values
+from distsim.simulation.memory.plan import gradient_copies, gradient_values
 from distsim.simulation.memory.walk import (
     ACTIVATIONS,
     GRADIENTS,
     KIND_OF_ROLE,
     KINDS,
     RESIDENT,
+    WORKSPACE,
     Argument,
     Frame,
     MemoryRanks,
@@ -122,7 +123,9 @@ def whole(function: Function) -> Frame:
     ]
     frame = Frame(function, arguments, {}, ACTIVATIONS)
     home = frame.plan.home
-    known = {home[value]: GRADIENTS for value in gradient_values(function)}
+    gradients = gradient_values(function)
+    known = {home[value]: GRADIENTS for value in gradients}
+    known |= {home[value]: WORKSPACE for value in gradient_copies(function, gradients)}
     kinds = {value: KIND_OF_ROLE[value.role] for value in function.inputs if value.role in RESIDENT}
     for value, old in replacements(function).items():  # in the order in which they are made
         if old in kinds:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -63,10 +63,22 @@ Places = tuple[int, ...]
 """Places among the inputs of a function."""
 
 _PLANS: WeakKeyDictionary[Function, dict[tuple[Places, Places], MemoryPlan]] = WeakKeyDictionary()
-_GRADIENTS: WeakKeyDictionary[Function, tuple[int, ...]] = WeakKeyDictionary()
+_GRADIENTS: WeakKeyDictionary[Function, dict[Places, Places]] = WeakKeyDictionary()
+_COPIES: WeakKeyDictionary[Function, dict[Places, Places]] = WeakKeyDictionary()
 
 _OF_GRADIENTS = frozenset(("Add", AVERAGE, "Pad", "CopyIn", "GradientCast", "GradientCopy", "ScaleGradient"))
 """What makes a gradient, besides views and collectives, makes it of gradients."""
+_WHERE_IT_LIES = frozenset((AVERAGE, "Pad", "ScaleGradient"))
+
+
+class _All(Container[Value]):
+    """Has every value."""
+
+    def __contains__(self, value: object) -> bool:
+        return True
+
+
+_ALL = _All()
 
 
 def plan_of(function: Function, same: Places, held: Places = ()) -> MemoryPlan:
@@ -132,35 +144,71 @@ def gradient_values(function: Function, returned: Iterable[Value] = ()) -> set[V
     """
     found = set(returned)
     for op in reversed(function.ops):
-        if op.is_call:
-            found.update([op.inputs[i] for i in gradient_inputs(op.callee)])
+        if op.subfunctions:  # a Call, or a kernel of several ops
+            made = tuple([i for i, value in enumerate(op.outputs) if value in found])
+            found.update([op.inputs[i] for i in gradient_inputs(op.callee, made)])
             continue
-        if op.subfunctions:  # a kernel of several ops
-            made = [v for v, outer in zip(op.callee.outputs, op.outputs, strict=True) if outer in found]
-            inner = gradient_values(op.callee, made)
-            found.update([v for v, own in zip(op.inputs, op.callee.inputs, strict=True) if own in inner])
-            continue
-        meaning = operator(op.op_type)
-        if meaning.in_place:
+        if operator(op.op_type).in_place:
             found.update(op.inputs)
         elif not found.isdisjoint(op.outputs):
-            if op.op_type in _OF_GRADIENTS:
-                found.update(op.inputs)
-            elif meaning.view:
-                found.update(op.inputs[:1])
-            elif meaning.communication is not None and not meaning.communication.transfers:
-                pairs = zip(moved_values(op), op.outputs, strict=False)  # half a transfer has one
-                found.update([value for value, made in pairs if made in found])
+            found.update(op.inputs if op.op_type in _OF_GRADIENTS else _passed_on(op, found))
     return found
 
 
-def gradient_inputs(function: Function) -> tuple[int, ...]:
-    """Return the places of the inputs of a callee that are gradients: see :func:`gradient_values`."""
-    found = _GRADIENTS.get(function)
-    if found is None:
-        values = gradient_values(function)
-        found = tuple([i for i, value in enumerate(function.inputs) if value in values])
-        _GRADIENTS[function] = found
+def _passed_on(op: Op, made: Container[Value]) -> list[Value]:
+    """Return what a view is of, or what a collective moves of which it makes one of ``made``."""
+    meaning = operator(op.op_type)
+    if meaning.view:
+        return list(op.inputs[:1])
+    if meaning.communication is None or meaning.communication.transfers:
+        return []
+    pairs = zip(moved_values(op), op.outputs, strict=False)  # half a transfer has one
+    return [value for value, own in pairs if own in made]
+
+
+def gradient_inputs(function: Function, returned: Places = ()) -> Places:
+    """Return the places of the inputs of a callee that are gradients, as are these of its outputs: see
+    :func:`gradient_values`."""
+    known = _GRADIENTS.setdefault(function, {})
+    if returned not in known:
+        values = gradient_values(function, [function.outputs[place] for place in returned])
+        known[returned] = tuple([i for i, value in enumerate(function.inputs) if value in values])
+    return known[returned]
+
+
+def gradient_copies(
+    function: Function, gradients: Container[Value], given: Iterable[Value] = ()
+) -> set[Value]:
+    """Return those of the gradients of a function that GradientCopy makes, or that are made of such copies,
+    as ``given`` ones are: no buffer of gradients has them."""
+    found = set(given)
+    for op in function.ops:
+        if op.subfunctions:
+            places = tuple([i for i, value in enumerate(op.inputs) if value in found])
+            found.update([op.outputs[i] for i in _copied_outputs(op.callee, places)])
+        elif op.op_type == "GradientCopy" or (
+            not operator(op.op_type).in_place and not found.isdisjoint(op.inputs)
+        ):
+            found.update(op.outputs)
+    return {value for value in found if value in gradients}
+
+
+def _copied_outputs(function: Function, given: Places) -> Places:
+    """Return the places of the outputs of a callee that are copies, or made of those of its inputs."""
+    known = _COPIES.setdefault(function, {})
+    if given not in known:
+        values = gradient_copies(function, _ALL, [function.inputs[place] for place in given])
+        known[given] = tuple([i for i, value in enumerate(function.outputs) if value in values])
+    return known[given]
+
+
+def buffered_gradients(function: Function, returned: Iterable[Value]) -> set[Value]:
+    """Return what a function makes that becomes the gradients that it returns where it lies: before they are
+    summed over ranks, scaled, or seen under another shape."""
+    found = set(returned)
+    for op in reversed(function.ops):
+        if not op.subfunctions and not found.isdisjoint(op.outputs):
+            found.update(op.inputs[:1] if op.op_type in _WHERE_IT_LIES else _passed_on(op, found))
     return found
 
 

@@ -15,7 +15,7 @@ from distsim.cache import cached
 from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Device, Function, Mesh, Op, Role, Value
 from distsim.resizing import Likeness, likeness_of
-from distsim.simulation.memory.plan import MemoryPlan, first_places, plan_of
+from distsim.simulation.memory.plan import MemoryPlan, buffered_gradients, first_places, plan_of
 from distsim.simulation.tasks.rank_classes import Classes, Placement, communicates, place_of
 
 KINDS = (
@@ -32,7 +32,8 @@ KINDS = (
 
 ``parameters``, ``state``, ``inputs``: what the function is given in these roles; also its new value,
 where an optimizer writes in place. ``constants``: inputs in that role, and results of ``Constant``.
-``gradients``: what optimizers and sums over microbatches read (:func:`gradient_values`).
+``gradients``: what optimizers and sums over microbatches read (:func:`gradient_values`), but for copies of
+it in another type, which are ``workspace``.
 ``activations``: results that pass from one op or call of the function itself to later ones, as from a
 forward block to its backward block. ``workspace``: results that are made and freed inside one call.
 ``communication``: results of communication ops, among them what a ``Send`` brings, as long as they are
@@ -287,6 +288,10 @@ class Walk:
             home = plan_for(function, arguments).home
             homes = [home[value] for value in function.outputs]
             kinds = dict(reversed(list(zip(homes, results, strict=True))))  # of twins the first
+            if self.held and GRADIENTS in results:
+                made = [v for v, kind in zip(function.outputs, results, strict=True) if kind == GRADIENTS]
+                buffered = buffered_gradients(function, made).difference(function.inputs)
+                kinds = dict.fromkeys([home[value] for value in buffered], GRADIENTS) | kinds
             frame = Frame(function, arguments, kinds, WORKSPACE, self.held)
             found = known[arguments, results] = _steps(function, frame)
         return found

@@ -45,8 +45,8 @@ def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) ->
     """Return the function, whose stages are assigned, with gradients reduced in buckets.
 
     Those of a stage, of one element type and by one kind of collective are of the same buckets. What is
-    reduced once a step, after the sum over microbatches, is summed over other ranks (tp) after that, all at
-    once, as in Megatron-LM's ``finalize_model_grads``. Without ``buckets`` the function itself.
+    reduced once a step, after the sum over microbatches, is summed over other ranks (tp) after that, all of a
+    stage at once, as in Megatron-LM's ``finalize_model_grads``. Without ``buckets`` the function itself.
     """
     found = gradient_buckets(function, assigned, buckets) if buckets is not None else []
     if buckets is None or not found:
@@ -80,19 +80,20 @@ class _BucketWriter:
             self.bucket_of.update({ops[own.reduction].outputs[0]: number for own in bucket})
         self._gather_ahead()
         self._write_passes(each)
-        first, later = len(self.ops), list[Op]()
+        first, later = len(self.ops), dict[int, list[Op]]()
         if not self.buckets.early:
             self._hold_back(once)
         for bucket in once:
-            later += self._reduce(bucket)
+            later.setdefault(bucket[0].stage, []).extend(self._reduce(bucket))
         early = range(first, len(self.ops)) if self.buckets.early else ()
-        for op in in_messages(later):
-            self._add(op)
+        for own in later.values():
+            for op in in_messages(own):
+                self._add(op)
         gone = {
             number for bucket in once for own in bucket for number in (own.reduction, own.outer, *own.before)
         }
-        steps = [n for n in range(len(ops)) if function.steps[n] and n not in gone]
-        for op in self._gathered([ops[number] for number in steps]):
+        steps = [ops[n] for n in range(len(ops)) if function.steps[n] and n not in gone]
+        for op in self._gathered(self._summed(steps, once)):
             self._add(op)
         outputs = tuple([function.values[value] for value in function.outputs])
         made = Numbered(Function(function.name, tuple(function.inputs), tuple(self.ops), outputs))
@@ -300,6 +301,18 @@ class _BucketWriter:
             there = {"in_place": True} if op.op_type in REDUCTIONS else {}
             self._add(replace(op, attributes=Attributes({**op.attributes, **there})))
         return later
+
+    def _summed(self, ops: Sequence[Op], buckets: Sequence[Sequence[GradientReduction]]) -> list[Op]:
+        """Return ops of which those that sum over other ranks the parts of a stage's gradients do so at once,
+        before all others."""
+        stage_of = {
+            self.function.ops[own.reduction if own.outer < 0 else own.outer].outputs[0]: own.stage
+            for bucket in buckets
+            for own in bucket
+        }
+        sums = [op for op in ops if op.op_type == "MPIAllreduce" and op.inputs[0] in stage_of]
+        gone, by_stage = {*sums}, grouped(sums, lambda op: stage_of[op.inputs[0]])
+        return [*[op for own in by_stage for op in in_messages(own)], *[op for op in ops if op not in gone]]
 
     def _gathered(self, ops: Sequence[Op]) -> list[Op]:
         """Return ops of which those that gather new parameters do so by bucket, after all others."""

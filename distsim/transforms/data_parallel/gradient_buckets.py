@@ -56,7 +56,8 @@ def held_gradients(function: Function, buckets: Buckets | None) -> float:
     if not reduced or not types:
         return 0.0
     sent = max(reduced, key=lambda type_: type_.nbytes).dtype.itemsize
-    return buckets.held * sent / min(type_.dtype.itemsize for type_ in types)
+    made = min(type_.dtype.itemsize for type_ in types)
+    return (sent + made * buckets.twice) / made
 
 
 def gradient_buckets(

@@ -60,7 +60,9 @@ def tensor_options(
     ``sequence``: what is between the products is divided too, in the dimensions that data have beside the
     batch, and handed on so (Korthikanti et al. 2022): what has a product divided over ranks to sum is
     reduce-scattered, and gathered where the next product reads it, in each pass anew; but not where it only
-    chooses, as Megatron-LM's router does (router.py), which has a rank's own part. ``experts``: those are
+    chooses, as Megatron-LM's router does (router.py), which has a rank's own part; nor where a table is added
+    of which a parameter has the rows, as learned positions are: that is whole on each rank, and what it is
+    added to is scattered after that (language_model_embedding.py). ``experts``: those are
     whole on their ranks, so that their products are divided as what is between the others is, if at all.
     """
     pieces = pieces_of(structure)
@@ -74,12 +76,13 @@ def tensor_options(
     seeds |= {v: _dimensions(v, as_tensor(v.type, v.name).rank, pieces) for v in made}
     marks = propagate(function, seeds)
     routers = _choosing(structure, kept) if sequence else frozenset[Node]()
+    added = _adding_tables(structure, marks, kept) if sequence else {}
 
     def allowed(node: Node) -> Allowed:
         of_parameter, of_data, of_batch = (marked(node.op, m) for m in (marks, kept, batch))
         own, rule = vocabulary.get(node.op), rule_of(node.signature)
         apart = experts and rule is not None and bool(rule.experts)
-        along = sequence and (apart or not node.flops or node in routers)
+        along = sequence and (apart or not node.flops or node in routers) and node not in added
 
         def test(factor: str, part: Parts) -> int | None:
             if factor == own:
@@ -95,10 +98,26 @@ def tensor_options(
 
         return test
 
-    whole = (v for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT))
+    tables = {value for values in added.values() for value in values}
+    whole = (v for v in function.inputs if known[v] in (Role.INPUT, Role.CONSTANT) or v in tables)
     given = {structure.number[v]: REPLICATED for v in whole}
     spread = _activations(structure, kept, batch) if sequence else frozenset[int]()
     return Options(structure, allowed, given, divided=vocabulary, spread=spread)
+
+
+def _adding_tables(structure: Structure, trained: Marks, data: Marks) -> dict[Node, list[Value]]:
+    """Return the ops that read what is made of parameters alone in a dimension that data have, and that."""
+    found: dict[Node, list[Value]] = {}
+    for node in structure.nodes:
+        alone = [n for n, v in enumerate(node.op.inputs) if trained.get(v) and not data.get(v)]
+        rule = rule_of(node.signature) if alone else None
+        if rule is None or rule.experts:
+            continue
+        of_data = marked(node.op, data)
+        read = [n for n in alone if any(of_data(f, None) for dim in rule.inputs[n] for f in factors_of(dim))]
+        if read:
+            found[node] = [node.op.inputs[n] for n in read]
+    return found
 
 
 def data_marks(function: Function, structure: Structure, known: Mapping[Value, Role]) -> Marks:
