@@ -338,6 +338,9 @@ def test_parameters_of_later_stages_are_gathered_beside_the_stage_before():
         spans = [span for span in simulation.spans() if span.op.op_type == "MPIAllgatherInto"]
         places = {span.path.split("/")[0] for span in spans}
         assert places == ({"F0@0", "F0@1"} if overlap == "on" else {"U@0", "U@1", "U@2", "U@3"})
+        if overlap == "on":  # whenever they receive (Megatron-LM's align_param_gather)
+            first = [min(s.start for s in spans if s.path.startswith(f"F0@{stage}")) for stage in (0, 1)]
+            assert first == [0.0, 0.0]
         steps[overlap] = simulation.step_time
     assert steps["on"] < steps["off"]
 

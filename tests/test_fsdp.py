@@ -236,14 +236,26 @@ def test_530b_is_divided_over_1120_ranks() -> None:
 
 
 def test_gradients_of_a_table_that_two_stages_read_are_added_once_a_step() -> None:
-    """As without (test_pipeline): its gradient goes down once, flat, and its new part up."""
+    """As without (test_pipeline): its gradient goes down once, whole, and its new part up."""
     joint = case("tied")[0]
     for microbatches in (1, 4):
         order = schedule("1f1b", 2, microbatches)
         flat = laid_out(joint, mesh_of(3, 1, 2), order, zero="zero=3").to_function()
-        flats = [op for op in flat.ops if op.op_type == "Send" and op.inputs[0].type.rank == 1]
-        part = math.ceil(16 * 7 / 3)
-        assert Counter(op.inputs[0].type.shape for op in flats)[part,] == 2
+        sent = Counter(op.inputs[0].type.shape for op in flat.ops if op.op_type == "Send")
+        assert (sent[16, 7], sent[math.ceil(16 * 7 / 3),]) == (1, 1)
+
+
+@pytest.mark.parametrize(("pp", "times"), [(1, 4), (2, 1)])
+def test_gradients_of_stages_are_scattered_once_a_step(pp: int, times: int) -> None:
+    """As torch's pipeline stages let FSDP do it, whole sums after the last backward pass; else each time."""
+    joint, order = differentiate(small_mlp(layers=2), SGD()), schedule("1f1b", pp, 4)
+    program = laid_out(joint, mesh_of(2, 1, pp), order, zero="zero=3")
+    counts = Simulator(CostModel(topology_of(2 * pp))).simulate(program).timeline.op_counts
+    scattered = [len(op.outputs) * n for op, _, n in counts if op.op_type == "MPIReduceScatter"]
+    assert sum(scattered) == 2 * times
+    for use in program_memory(program).ranks:
+        whole = 2 * use.by_kind["parameters"]
+        assert (use.by_kind["gradients"] >= whole) == (pp > 1)
 
 
 class Scaled(SGD):

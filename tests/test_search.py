@@ -157,7 +157,8 @@ def test_sums_of_the_gradients_of_layers_are_part_of_the_least_seconds(fields):
     assert without < bounds.step_seconds(plan, known) == pytest.approx(without + added)
     assert 0.84 * trial.seconds < bounds.step_seconds(plan, known) <= trial.seconds
     # Of gradients that are divided at once, parts are summed, which are less.
-    assert not evaluator.known(Plan.parse(f"{fields},zero={2 if plan.pp == 1 else 3}"), standing).sums
+    parts = evaluator.known(Plan.parse(f"{fields},zero={2 if plan.pp == 1 else 3}"), standing)
+    assert (parts.sums > 0) == (plan.pp > 1)  # torch's stages reduce after the last backward pass
 
 
 LARGE_VOCABULARY = "llama:layers=16,hidden=16,heads=4,kv_heads=2,vocab=100000,seq=16"

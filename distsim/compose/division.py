@@ -97,6 +97,7 @@ class Division(NamedTuple):
     remat: str
     offload: int
     zero: int
+    whole_sums: bool
     reshard: str
     buckets: Buckets | None
     stages: str
@@ -107,15 +108,16 @@ class Division(NamedTuple):
     @staticmethod
     def of(plan: Plan, count: int, costs: DeviceCosts, kernels: Kernels) -> Division:
         """Return the division of a plan into so many stages, on devices that cost so."""
-        divided: tuple[int, str, Buckets | None] = (0, "always", None)
+        divided: tuple[int, bool, str, Buckets | None] = (0, False, "always", None)
         if plan.dp * plan.cp > 1:
-            early, ahead = plan.overlap_grads == "on", plan.overlap_params == "on"
+            after = plan.zero == 3 and not plan.reduces_each
+            early, ahead = plan.overlap_grads == "on" and not after, plan.overlap_params == "on"
             blocking = plan.reshard == "blocking"
             buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero, ahead, blocking)
             sent = not buckets.layers  # FSDP's are copied, and divided as they are summed
             averaged, checked = kernels.averages and sent, kernels.checks_buckets and sent
             buckets = replace(buckets, averaged=averaged, checked=checked)
-            divided = plan.zero, plan.resharding, buckets
+            divided = plan.zero, after, plan.resharding, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
         stages = "even" if plan.stages == "auto" or whole else plan.stages
@@ -261,7 +263,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
 
     def rematerialized() -> Sharded:
         fused = replace(local, function=recompute_interiors(local.function, key.kernels))
-        divided = _with_zero(fused, key.zero, ahead, key.reshard == "never") if key.zero else fused
+        divided = _with_zero(fused, key, ahead) if key.zero else fused
         tags = gathered(divided.function, key.reshard != "never", key.reshard == "auto")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:
@@ -272,20 +274,23 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
         return replace(divided, function=shared(made))
 
     ahead = key.buckets is not None and key.buckets.ahead
-    asked = (key.remat, key.offload, key.zero, ahead, key.reshard, key.kernels, costs.key, levels, stages)
+    divided = key.zero, key.whole_sums, ahead, key.reshard
+    asked = (key.remat, key.offload, *divided, key.kernels, costs.key, levels, stages)
     found = _REMATERIALIZED.get(local.function, asked, rematerialized)
     alike = {"microbatches": local.microbatches, "dp": local.dp}
     return replace(found, **alike, kernels=local.kernels, buckets=local.buckets)
 
 
-def _with_zero(local: Sharded, stage: int, ahead: bool, kept: bool) -> Sharded:
+def _with_zero(local: Sharded, key: Division, ahead: bool) -> Sharded:
     """Return what ZeRO makes of a local function, made once for all policies of recomputation."""
 
+    kept = key.reshard == "never"
+
     def divided() -> Sharded | None:
-        found = zero(local, stage, ahead=ahead, kept=kept)
+        found = zero(local, key.zero, ahead=ahead, kept=kept, whole_sums=key.whole_sums)
         return None if found is local else found
 
-    return _ZEROED.get(local.function, (stage, ahead, kept), divided) or local
+    return _ZEROED.get(local.function, (key.zero, ahead, kept, key.whole_sums), divided) or local
 
 
 def updates_last(function: Function) -> Function:

@@ -239,6 +239,15 @@ class Plan:
         return "never" if self.reshard == "auto" and self.pp > 1 else self.reshard
 
     @property
+    def reduces_each(self) -> bool:
+        """Whether the gradients of each microbatch are reduced over the ranks of the data, not their sums.
+
+        With `zero=2` and 3; but torch's pipeline stages let FSDP reduce none before the last backward pass of
+        a stage, and all after it (torch/distributed/pipelining/stage.py, `backward_maybe_with_nosync`).
+        """
+        return self.zero > 1 and not (self.zero == 3 and self.num_stages > 1)
+
+    @property
     def num_stages(self) -> int:
         """Number of stages of the pipeline: pp * chunks."""
         return self.pp * self.chunks

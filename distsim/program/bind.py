@@ -159,7 +159,7 @@ class Binder:
             for ahead in [self.parts.ahead[other % self.chain] for other in self.begun[stage]]:
                 made = {key: at for at, key in enumerate(ahead.outputs)}
                 places = tuple([made.get(key.value, -1) for key in reads])
-                begin = beginning(function, ahead.function, places, behind)
+                begin = beginning(function, ahead.function, places, behind, len(self.begun[stage]) == 1)
                 behind = 1 + max([at for at, origin in enumerate(begin.origins) if origin and origin[0] == 1])
                 reads = (*[key for key, at in zip(reads, places, strict=True) if at < 0],)
                 reads += self._reads(ahead.inputs, rank, start)

@@ -117,7 +117,8 @@ class Parts:
         """Return by stage the stages whose gathers run within its first forward call.
 
         A rank begins with its own of the first of its stages; those of each further one run beside the stage
-        before it, in which its links are idle (Megatron-LM's ``param_sync_func`` of interleaved schedules).
+        before it, in which its links are idle (Megatron-LM's ``param_sync_func`` of interleaved schedules,
+        which starts those of the first two before anything is received).
         Without a flush a version of the weights is gathered by the stage itself. Stages are those of all
         copies of the model, one after the other, on these ranks.
         """

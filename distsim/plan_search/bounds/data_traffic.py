@@ -2,12 +2,12 @@
 
 With ``zero=3`` each microbatch gathers all parameters in its forward pass, and those of the layers that its
 backward pass reads again in that, unless they are kept; from ``zero=2`` on the gradients of each microbatch
-are reduce-scattered, before that their sums, once; with ``zero=1|2`` new parameters are gathered once. Of a
-parameter at least the elements that tp and pp leave, in the type in which it is gathered; of a gradient in
-the type in which it is summed. All go over one communicator, one after the other, so the fullest rank takes
-at least the mean over the ranks of a pipeline. Where gradients are not reduced while a backward pass runs,
-what follows, the sum over microbatches or the update, waits for that; not where buckets are full, or layers
-complete, earlier, and are scattered within the pass.
+are reduce-scattered (``Plan.reduces_each``), before that their sums, once; with ``zero=1|2`` new parameters
+are gathered once. Of a parameter at least the elements that tp and pp leave, in the type in which it is
+gathered; of a gradient in the type in which it is summed. All go over one communicator, one after the other,
+so the fullest rank takes at least the mean over the ranks of a pipeline. Where gradients are not reduced
+while a backward pass runs, what follows, the sum over microbatches or the update, waits for that; not where
+buckets are full, or layers complete, earlier, and are scattered within the pass.
 
 Each algorithm of a collective takes a start and so many seconds a byte, so none is faster than what the best
 one of them takes for a byte more of very many.
@@ -87,7 +87,7 @@ class DataTraffic:
     def of_layers(self, layer: LayerExtras, layers: int, plan: Plan) -> DataTraffic:
         """Return that of a plan under which it is known what so many layers send."""
         every = layers * plan.tp
-        summed = layer.reduced if plan.zero > 1 else layer.sums
+        summed = layer.reduced if plan.reduces_each else layer.sums
         again = max(self.again, int(every * layer.gathered) - self.gathered)
         return replace(self, again=again, gradients=max(self.gradients, int(every * summed)))
 
@@ -102,13 +102,13 @@ class DataTraffic:
         gather, scatter, reduce = _slownesses(plan, topology)
         count, ranks = plan.microbatches, plan.tp * plan.pp
         sums = scatter * self.gradients if plan.zero else reduce * self.gradients
-        sent = sums * (count if plan.zero > 1 else 1)
+        sent = sums * (count if plan.reduces_each else 1)
         # Of several microbatches the sum of the second is the first that waits; of one the update alone does,
         # and beside what the last stage of a rank sends, the one before computes.
         waits = count - 1 if count > 1 else int(plan.chunks == 1)
-        if plan.zero > 1 and not sends_at_once(plan):  # what fills a bucket goes beside the rest of a layer
-            waits = 0
-        late = sums * (waits if plan.zero > 1 else 1)
+        if plan.reduces_each and not sends_at_once(plan):
+            waits = 0  # what fills a bucket goes beside the rest of a layer
+        late = sums * (waits if plan.reduces_each else 1)
         updated = gather * self.updated if plan.zero in (1, 2) else 0.0
         gathered = 0.0
         if plan.zero == 3:
@@ -136,7 +136,7 @@ def reduced_late(plan: Plan, topology: Topology, layers: LayerWork, nbytes: floa
 
     Products outside of layers may follow the last of these, and run beside what is left to reduce.
     """
-    if not _is_told(plan) or not layers.layer or plan.zero < 2 or plan.overlap_grads == "off":
+    if not _is_told(plan) or not layers.layer or not plan.reduces_each or plan.overlap_grads == "off":
         return 0.0
     backward = layers.layer - (layers.forward + layers.waiting - layers.outside) / layers.layers
     return max(_slownesses(plan, topology)[1] * nbytes - backward - computed, 0.0)

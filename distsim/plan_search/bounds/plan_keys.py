@@ -96,7 +96,8 @@ def _layers_key(plan: Plan, work: Hashable, levels: int) -> Hashable:
 def _sums_key(layers: Hashable, plan: Plan) -> Hashable:
     """Return what the seconds of sums of a layer's gradients depend on, beside ``layers``, what layers do."""
     ranks = plan.dp * plan.cp
-    return layers, *((plan.bucket, (ranks, plan.zero_ranks) if plan.zero > 1 else ()) if ranks > 1 else ())
+    parts = (ranks, plan.zero_ranks) if plan.reduces_each else ()
+    return layers, *((plan.bucket, parts) if ranks > 1 else ())
 
 
 def _extras_key(layers: Hashable, plan: Plan) -> Hashable:
@@ -104,7 +105,7 @@ def _extras_key(layers: Hashable, plan: Plan) -> Hashable:
     what these pad counts as nothing, and no bucket changes what is sent all together."""
     gathers = (plan.reshard, plan.resharding) if plan.zero == 3 else ()
     sums = plan.bucket, plan.overlap_grads, plan.overlap_params, plan.microbatches > 1
-    return layers, plan.zero if plan.zero > 1 else 0, plan.zero_ranks, gathers, sums
+    return layers, plan.zero if plan.zero > 1 else 0, plan.reduces_each, plan.zero_ranks, gathers, sums
 
 
 def _saved_key(plan: Plan, work: Hashable) -> Hashable:
@@ -146,7 +147,7 @@ def cuts_layers(plan: Plan) -> bool:
     Where gradients that are divided are sent before the pass goes on, what they are of waits for that in the
     first half, and keeps the backward passes of layers whole that were before.
     """
-    return splits_backward(plan) and not (plan.zero > 1 and plan.overlap_grads == "off")
+    return splits_backward(plan) and not (plan.reduces_each and plan.overlap_grads == "off")
 
 
 def saves_alike(plan: Plan) -> bool:

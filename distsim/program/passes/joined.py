@@ -50,16 +50,19 @@ def ending(function: Function, after: Function, sums: Places, others: frozenset[
     return _JOINED.get(function, (after, sums, others), lambda: _Joiner(function).ended(after, sums, others))
 
 
-def beginning(function: Function, before: Function, places: Places, start: int = 0) -> Joined:
+def beginning(
+    function: Function, before: Function, places: Places, start: int = 0, waits: bool = True
+) -> Joined:
     """Return a pass that makes some of its inputs by the ops of ``before``, whose inputs follow its own.
 
     ``places`` says of each input of the pass which output of ``before`` it is, -1 for none: those are no
     inputs any more. What one collective makes is gathered when the pass begins to read what the one before
     makes; the first waits for what its reader waits for besides. Where the pass reads nothing of it, its
-    collectives run from op ``start`` on, whose operands they wait for. Made once.
+    collectives run from op ``start`` on, whose operands they wait for. Unless it ``waits``, none waits for
+    anything of the pass. Made once.
     """
-    key = before, places, start
-    return _JOINED.get(function, key, lambda: _Joiner(function).begun(before, places, start))
+    key = before, places, start, waits
+    return _JOINED.get(function, key, lambda: _Joiner(function).begun(before, places, start, waits))
 
 
 class _Joiner:
@@ -110,7 +113,7 @@ class _Joiner:
 
     # --- the first call -------------------------------------------------------------------------------
 
-    def begun(self, before: Function, places: Places, start: int) -> Joined:
+    def begun(self, before: Function, places: Places, start: int, waits: bool) -> Joined:
         """Return what :func:`beginning` does."""
         function = self.function
         made = {
@@ -122,7 +125,7 @@ class _Joiner:
         ahead = self._parts(before, made) if made else self._unread(before, start)
         for place, op in enumerate(function.ops):
             while ahead and ahead[0][0] <= place:
-                self._make(before, ahead.pop(0)[1], env, made, op)
+                self._make(before, ahead.pop(0)[1], env, made, op if waits else None)
             self._add(op, (0, place))
         for _, own in ahead:
             self._make(before, own, env, made, None)

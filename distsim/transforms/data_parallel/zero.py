@@ -4,8 +4,9 @@ Each stage divides more: the optimizer's state, master copies included (1, Megat
 optimizer); gradients too (2); parameters too, gathered where they are used (3, fully sharded data
 parallelism, Zhao et al. 2023). Whatever is divided, each rank updates its part of each parameter. Gradients
 are reduce-scattered in place of being all-reduced: in stage 1 once a step, their sum over microbatches; from
-stage 2 on those of each microbatch, whose parts are summed. What parameters are not divided are gathered
-after their update, in their own type, into the place of the old ones.
+stage 2 on those of each microbatch, whose parts are summed, unless the sums are to be reduced there too, as
+torch's pipeline stages let FSDP reduce them after their last backward pass. What parameters are not divided
+are gathered after their update, in their own type, into the place of the old ones.
 
 Parts are flat, as those of DeepSpeed and of torch's FlatParameter: the elements in order, padded with zeros
 to a multiple of the ranks, so that any number of ranks divides any parameter.
@@ -46,7 +47,12 @@ _BY_ELEMENT = ("GradientCopy", "ScaleGradient")
 
 
 def zero(
-    local: Sharded, stage: int = 3, smallest: int = 1, ahead: bool = False, kept: bool = False
+    local: Sharded,
+    stage: int = 3,
+    smallest: int = 1,
+    ahead: bool = False,
+    kept: bool = False,
+    whole_sums: bool = False,
 ) -> Sharded:
     """Divide over the dp ranks what a stage of ZeRO divides of what :func:`shard` made.
 
@@ -57,6 +63,7 @@ def zero(
     forward gathered (:func:`gathered` tags it to be gathered again instead).
 
     ``kept``: in stage 3 parameters are gathered once a step (:data:`ONCE`), and held for every microbatch.
+    ``whole_sums``: from stage 2 on too, gradients are summed over microbatches before they are reduced.
     ``ahead``: before stage 3, a step ends with each rank's part of the new parameters: who cuts the function
     into stages gathers them when the next step begins (:func:`bucketed`).
 
@@ -81,10 +88,11 @@ def zero(
         if as_tensor(v.type, v.name).size >= max(smallest, 1)
     }
     chosen = {v: own for v, own in chosen.items() if own}
-    divider = _Divider(local, axis, stage, chosen, ahead, kept)
+    whole_sums = whole_sums or stage == 1
+    divider = _Divider(local, axis, stage, chosen, ahead, kept, whole_sums)
     if mixed := divider.mixed_sums():
         written_out = replace(local, function=inline(local.function, mixed))
-        divider = _Divider(written_out, axis, stage, chosen, ahead, kept)
+        divider = _Divider(written_out, axis, stage, chosen, ahead, kept, whole_sums)
     return divider.run()
 
 
@@ -97,10 +105,17 @@ class _Divider:
     """
 
     def __init__(
-        self, local: Sharded, axis: str, stage: int, chosen: dict[Value, str], ahead: bool, kept: bool
+        self,
+        local: Sharded,
+        axis: str,
+        stage: int,
+        chosen: dict[Value, str],
+        ahead: bool,
+        kept: bool,
+        whole_sums: bool,
     ) -> None:
         self.local, self.axis, self.function = local, axis, local.function
-        self.stage, self.chosen, self.ahead = stage, chosen, ahead
+        self.stage, self.chosen, self.ahead, self.whole_sums = stage, chosen, ahead, whole_sums
         self.marks = {ONCE: True} if kept else {}
         places = dict(zip(self.function.inputs, local.inputs, strict=True))
         self.outer = {own: outer_axis(local.mesh, places[v]) for v, own in chosen.items()}
@@ -327,11 +342,11 @@ class _Divider:
     def _sum(self, gradient: Value) -> None:
         """Reduce and scatter what is summed over the ranks, then sum the parts as the whole was.
 
-        In stage 1 microbatches are summed before that, as wholes.
+        With ``whole_sums`` microbatches are summed before that.
         """
         ops = self.sum_of[gradient]
         value = self.env[ops[0].inputs[0]]
-        early = [op for op in ops if is_sum(op)] if self.stage == 1 else []
+        early = [op for op in ops if is_sum(op)] if self.whole_sums else []
         for op in early:
             value = self._add(op.op_type, value, gradient, **op.attributes)
         axis = self.divided[gradient]
