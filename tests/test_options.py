@@ -6,6 +6,7 @@ from dataclasses import fields
 import pytest
 from cli_cases import run
 
+import distsim
 from distsim.cli import main
 from distsim.commands.options.model import add_model_options
 from distsim.commands.options.training_file import READERS
@@ -68,3 +69,12 @@ def test_what_a_backward_pass_has_decided_is_refused_by_name(options, name):
 def test_a_size_of_nothing_is_a_size_too():
     with pytest.raises(PlanError, match="is a function, which has its sizes: leave out batch"):
         training_step(ModelOptions(mlp(layers=2, width=8, batch=4), batch=0), Progress())
+
+
+def test_clip_0_clips_nothing_whatever_the_stack_does():
+    """As Megatron-LM's --clip-grad 0: then no norm of all gradients passes between stages."""
+    model = "llama:layers=2,hidden=64,heads=4,kv_heads=4,ffn=128,seq=32,vocab=64"
+    asked = (model, "dgx-h100", "dp=2,pp=2,microbatches=2,schedule=pipedream", 8)
+    with pytest.raises(PlanError, match=r"norm of all gradients.*clip nothing \(clip=0\)"):
+        distsim.simulate(*asked, stack="megatron")
+    assert distsim.simulate(*asked, stack="megatron", clip=0).step_time > 0

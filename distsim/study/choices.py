@@ -69,7 +69,7 @@ class Choices:
             attention,
             kernels_named(kernels) if isinstance(kernels, str) else kernels,
             optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer,
-            choice("clip"),
+            choice("clip") or None,  # 0, as Megatron-LM's --clip-grad 0: not at all
             stack,
             tuple(assumed),
         )

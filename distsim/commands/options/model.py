@@ -63,7 +63,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         "--optimizer",
         help=f"{', '.join(OPTIMIZERS)}, with settings as in adamw:beta2=0.9,mean=bf16 (default: stack's)",
     )
-    parser.add_argument("--clip", type=float, metavar="NORM", help="clip gradients to this norm over all")
+    parser.add_argument(
+        "--clip",
+        type=float,
+        metavar="NORM",
+        help="clip gradients to this norm over all (0: not at all, whatever the stack does)",
+    )
     parser.add_argument(
         "--precision",
         metavar="POLICY",
