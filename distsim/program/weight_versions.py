@@ -148,9 +148,9 @@ def _verify(
 
 def _shared(name: str, key: Value, stage: int, other: int) -> ScheduleError:
     return ScheduleError(
-        f"{name}: {key.name!r} passes between stages {other} and {stage} for an update: of weights that both "
-        "share (tied embeddings), or by the norm of all gradients; without a flush each stage updates its own "
-        "weights alone: use 1f1b, or untie them, or clip nothing (clip=0)"
+        f"{name}: {key.name!r} passes between stages {other} and {stage} for an update: of weights that "
+        "both share (tied embeddings), or by the norm of all gradients; without a flush each stage updates "
+        "its own weights alone: use 1f1b, or untie them, or clip nothing (clip=0)"
     )
 
 

@@ -47,6 +47,7 @@ from distsim.transforms.pipelining.tied_weights import untie
 from distsim.transforms.pipelining.turned_operands import turn_operands
 from distsim.transforms.sharding.shard import Sharded
 from distsim.transforms.tensor_parallel.dtensors import copy_rows, gather_once
+from distsim.transforms.tensor_parallel.message_parts import MessageKeys, carried_keys, send_parts
 from distsim.transforms.tensor_parallel.split_products import split_products
 
 Starts = tuple[int, ...]
@@ -58,7 +59,8 @@ class Cut:
     """A local function cut into stages, whatever the schedule and wherever they run.
 
     ``like`` is the cut of a function that differs in sizes alone, if that is known, and the values that it
-    has of other sizes, each with what stands for it in this one. ``held``: see :class:`Parts`.
+    has of other sizes, each with what stands for it in this one. ``held``: see :class:`Parts`. ``messages``:
+    the keys of their parts, where they are sent so.
     """
 
     name: str
@@ -69,6 +71,7 @@ class Cut:
     notes: tuple[str, ...]
     like: tuple[Cut, Mapping[Value, Value]] | None = None
     held: float = 0.0
+    messages: MessageKeys = field(default_factory=dict[tuple[Value, int], Value])
     _placed: dict[tuple[Mesh, tuple[int, ...]], tuple[Stage, ...]] = field(
         default_factory=dict[tuple[Mesh, tuple[int, ...]], tuple[Stage, ...]], init=False, repr=False
     )
@@ -179,8 +182,9 @@ class _Stages(NamedTuple):
         source.ends.check(blocks, local.microbatches)
         found = _LIKE.get(blocks, (local.mesh, local.kernels), lambda: first.cut(blocks, local))
         if likeness is not None:
-            like = (found, likeness.values)
-            found = replace(source.cut(blocks.resized(sized), local, found), like=like)
+            own = source.cut(blocks.resized(sized), local, found)
+            sent = carried_keys(likeness.values, found.messages, own.messages)
+            found = replace(own, like=(found, {**likeness.values, **sent}))
         held = held_gradients(local.function, local.buckets)
         if (found.notes, found.held) == (local.notes, held):
             return found
@@ -231,13 +235,17 @@ class _Source:
 
     def cut(self, blocks: CutBlocks, local: Sharded, like: Cut | None = None) -> Cut:
         """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
-        stages = split_products(gather_once(blocks.stages, local.kernels), local.kernels)
+        stages, ranks, messages = blocks.stages, local.mesh.axis_size("tp"), dict[tuple[Value, int], Value]()
+        if local.kernels.sends_parts and ranks > 1 and len(stages) > 1:
+            places = dict(zip(blocks.inputs, local.inputs, strict=True))
+            stages, messages = send_parts(stages, places, blocks.outputs, ranks)
+        stages = split_products(gather_once(stages, local.kernels), local.kernels)
         stages = turn_operands(copy_rows(stages, local.kernels), local.kernels)
         stages = fuse_stages(sum_gradients(stages, local.kernels), local.kernels)
         stages = keep_scales(await_received(stages, local.kernels))
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
         outputs = self.ends.cut_outputs(blocks, None if like is None else like.outputs)
-        return Cut(blocks.name, local.mesh, stages, inputs, outputs, local.notes)
+        return Cut(blocks.name, local.mesh, stages, inputs, outputs, local.notes, messages=messages)
 
 
 _SOURCES = Cache[Function, _Source]("what is cut, by local function and whether it has microbatches", 2)

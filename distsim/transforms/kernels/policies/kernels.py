@@ -87,6 +87,8 @@ class Kernels:
     ``checks_buckets``: before that the host waits for the norm of each bucket, of which it asks whether it is
     a NaN
     (:mod:`distsim.transforms.gradient_passes`).
+    ``sends_parts``: what tensor-parallel ranks hold alike they send to the next stage in parts, which are
+    gathered there (:mod:`distsim.transforms.tensor_parallel.message_parts`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -118,6 +120,7 @@ class Kernels:
     unscales_first: bool = False
     averages: bool = False
     checks_buckets: bool = False
+    sends_parts: bool = False
     launched_as: str = ""
 
     def with_chunks(self, chunks: int) -> Kernels:
@@ -166,7 +169,9 @@ _MEGATRON_OF_2023 = replace(
     receiving="device",
     checks_buckets=False,
 )
-_MEGATRON_OF_2022 = replace(_MEGATRON_OF_2023, name="fused_2022", products_add=False, waiting="passes")
+_MEGATRON_OF_2022 = replace(
+    _MEGATRON_OF_2023, name="fused_2022", products_add=False, waiting="passes", sends_parts=True
+)
 _MEGATRON_OF_2021 = replace(
     _MEGATRON_OF_2022, name="fused_2021_epilogues", norms_twice=True, triangles=2048, zeroed="wide"
 )
