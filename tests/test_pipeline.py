@@ -211,8 +211,10 @@ def test_no_stage_sends_what_another_makes_of_weights(policy, zero):
     joint = differentiate(function, Adam(), precision=precision_named(policy))
     program = laid_out(joint, mesh_of(2, 1, 2), schedule("1f1b", 2, 4), zero=zero)
     found = Counter(shape for _, _, shape in sends(program.to_function(steady=True)) if 0 < len(shape) < 3)
-    table = (16, 8) if zero == "zero=0" else (64,)
-    assert found == {table: 2}, "its gradient down and its new value up, once a step"
+    new = (
+        (16, 8) if zero == "zero=0" else (64,)
+    )  # sums are whole until they are reduced, as torch's stages do it
+    assert found == Counter([(16, 8), new]), "its gradient down and its new value up, once a step"
     if policy in ("bf16", "fp8"):
         return  # which cannot be computed without rounding
     inputs = random_inputs(joint, 1)
