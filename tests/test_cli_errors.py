@@ -55,6 +55,20 @@ BAD = {
     ),
     "more stages than ops": ((SMALL, "--cluster", "dgx-2", "--plan", "pp=9"), "pp=9", "at most"),
     "batch of zero": ((SMALL, "--cluster", "dgx-2", "--batch", "0"), "batch=0", "1 to"),
+    "more bytes than are counted": (
+        ("mlp:layers=4,width=2147483647,batch=2147483648", "--cluster", "dgx-a100", "--plan", "dp=8"),
+        "e+20 bytes",
+        "2^62",
+        "smaller",
+    ),
+    "sums of more bytes than are counted": (
+        (
+            *("mlp:layers=2,width=268435456,batch=2147483648", "--cluster", "dgx-a100"),
+            *("--plan", "pp=2,microbatches=16,schedule=gpipe"),
+        ),
+        "bytes in its memory",
+        "2^62",
+    ),
     "batch beyond all sizes": (
         (*GPT2[:3], "--batch", "9" * 30, "--bind", "seq=8"),
         "batch=99999",
