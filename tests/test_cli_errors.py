@@ -18,6 +18,7 @@ from distsim.cli import main
 SMALL = "mlp:layers=2,width=8,batch=8"
 
 
+WIDE = "gpt:layers=2,hidden=64,heads=4,seq=8192,vocab=1048576"
 GPT2 = ("gpt2-onnx", "--cluster", "dgx-a100", "--batch", "4")
 BAD = {
     "unknown model": (
@@ -56,18 +57,24 @@ BAD = {
     "more stages than ops": ((SMALL, "--cluster", "dgx-2", "--plan", "pp=9"), "pp=9", "at most"),
     "batch of zero": ((SMALL, "--cluster", "dgx-2", "--batch", "0"), "batch=0", "1 to"),
     "more bytes than are counted": (
-        ("mlp:layers=4,width=2147483647,batch=2147483648", "--cluster", "dgx-a100", "--plan", "dp=8"),
-        "e+20 bytes",
+        (WIDE, "--cluster", "dgx-a100", "--plan", "dp=8", "--batch", "2147483648"),
+        "9.82e+18 bytes",
         "2^62",
         "smaller",
     ),
     "sums of more bytes than are counted": (
-        (
-            *("mlp:layers=2,width=268435456,batch=2147483648", "--cluster", "dgx-a100"),
-            *("--plan", "pp=2,microbatches=16,schedule=gpipe"),
-        ),
+        (WIDE, "--cluster", "dgx-a100", "--batch", "67108864"),
         "bytes in its memory",
         "2^62",
+    ),
+    "more layers than are built": (
+        ("mlp:layers=100000", "--cluster", "dgx-a100"),
+        "layers=100000 is more than 10000",
+    ),
+    "a weight that no machine holds": (
+        ("mlp:width=2147483647", "--cluster", "dgx-a100"),
+        "w0 (2147483647 x 2147483647)",
+        "more than 2^46",
     ),
     "batch beyond all sizes": (
         (*GPT2[:3], "--batch", "9" * 30, "--bind", "seq=8"),
