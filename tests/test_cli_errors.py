@@ -161,6 +161,15 @@ def test_a_file_that_cannot_be_written(capsys, tmp_path, option, name, part):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder that takes no files from anyone")
+@pytest.mark.parametrize("option", ["--json", "--html", "--plot", "--trace", "--trace-dir", "--chakra"])
+def test_a_folder_that_takes_no_files_is_named_before_the_work(capsys, option):
+    path = "/proc/step" + {"--html": ".html", "--plot": ".png"}.get(option, ".json")
+    assert main(["simulate", SMALL, "--cluster", "dgx-2", option, path]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and f"{path} cannot be written" in err and ".tmp" not in err
+
+
 def test_a_trace_that_fails_midway_costs_neither_the_summary_nor_the_plot(capsys, tmp_path, monkeypatch):
     def full(simulation, devices):
         yield b"{}"
