@@ -47,7 +47,7 @@ def test_the_cluster_that_the_others_are_made_from(tmp_path):
 
 
 MALFORMED = {
-    "empty": ("", "devices_per_node: is missing"),
+    "empty": ("", "devices_per_node, device and levels are missing"),
     "no TOML": ("= 3", "not a TOML file"),
     "key twice": (cluster(more="latency = 3\nlatency = 3"), "not a TOML file"),
     "no devices": (cluster("devices_per_node = 0"), "devices_per_node", "1"),

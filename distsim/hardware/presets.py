@@ -36,6 +36,8 @@ from distsim.hardware.cluster_table import (
     LevelTable,
     NodesTable,
     Raw,
+    adds_level,
+    left_out,
     merged,
     with_setting,
 )
@@ -311,7 +313,18 @@ def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
     base = raw.pop("base")
     if not isinstance(base, str) or base == name or len(above) > 2:
         raise TopologyError(f'{located(name, text, "base")} must name a preset, as in base = "dgx-a100"')
-    return text, merged(_taken_over(_raw(base, (*above, name))[1], base), raw)
+    under = _taken_over(_raw(base, (*above, name))[1], base)
+    if names := left_out(under, raw):
+        tables = " and ".join(f'[[levels]] name = "{each}"' for each in names)
+        raise TopologyError(
+            f"{located(name, text, 'levels')}: where one is new to {base}, those given are all there are, "
+            f"and its {' and '.join(names)} would be left out; add {tables} for what to keep, from the "
+            f"inside out, or change the whole file that `distsim clusters {base} --toml` prints"
+        )
+    made = merged(under, raw)
+    if adds_level(under, raw) and "description" not in raw:
+        made["description"] = f"as {base}, but for its levels"
+    return text, made
 
 
 def _taken_over(raw: Raw, base: str) -> Raw:
