@@ -36,6 +36,17 @@ BAD = {
     "element type of a builder": (("mlp:dtype=f8", "--cluster", "dgx-a100"), "'f8'", "bfloat16"),
     "unknown cluster": ((SMALL, "--cluster", "dgx-3"), "'dgx-3'", "dgx-a100", ".toml"),
     "missing cluster file": ((SMALL, "--cluster", "no.toml"), "no.toml is not a file"),
+    "a count that is none": ((SMALL, "--cluster", "dgx-2:abc"), "'abc' is no number of nodes"),
+    "a latency of ages": (
+        (SMALL, "--cluster", "dgx-2", "--set", "nvlink.latency=1e300s"),
+        "--set levels.nvlink.latency",
+        "more than an hour",
+    ),
+    "floats of a GPU that has none": (
+        (WIDE, "--cluster", "dgx-a100", "--precision", "fp8"),
+        "has no rate for float8e4m3fn",
+        "choose --precision mixed",
+    ),
     "no nodes": ((SMALL, "--cluster", "dgx-2:0"), "dgx-2:0"),
     "too many nodes": ((SMALL, "--cluster", "dgx-2:999999"), "15999984 devices", "1048576"),
     "plan without value": ((SMALL, "--cluster", "dgx-2", "--plan", "dp"), "'dp'", "key=value"),
