@@ -178,7 +178,7 @@ def test_rows_that_were_not_measured_are_predicted(tmp_path, capsys):
         (["none.csv"], "none.csv is not a file"),
         (["empty.csv"], "empty.csv: no rows; give a table"),
         (["empty.csv", "--workers", "0"], "--workers 0 must be at least 1"),
-        (["empty.csv", "--limit", "nan"], "--limit nan more than 0"),
+        (["empty.csv", "--limit", "nan"], "--time-limit nan must be more than 0"),
         (["empty.csv", "--plot", "picture.txt"], "picture.txt: predicted against measured is written as one"),
         (["empty.csv", "--out", "nowhere/out.csv"], "there is no folder nowhere"),
     ],
