@@ -146,6 +146,14 @@ def test_links_may_be_faster_than_the_base_says(tmp_path):
     assert link.achieved == pytest.approx(560e9, rel=1e-3)
 
 
+def test_a_link_that_is_much_faster_than_the_base_says_is_refused(tmp_path):
+    truth = ours(tmp_path, 'base = "dgx-h100"\n[[levels]]\nname = "nvlink"\nbandwidth = "900 GB/s"\n')
+    timings = timed(truth, [CollectiveCall("all_reduce", size, 8) for size in SIZES])
+    made = calibrate(timings, "dgx-h100", name="ours", date="today")
+    assert not made.figures
+    assert "times the 450 GB/s of the link: give another base" in made.kept["levels.nvlink.bandwidth"]
+
+
 def test_what_timings_do_not_support_stays():
     large = [CollectiveCall("all_reduce", 2**power, 8) for power in (28, 29, 30, 31)]
     kernels = [PRODUCTS[-1], PRODUCTS[-2]]

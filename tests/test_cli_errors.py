@@ -18,6 +18,7 @@ from distsim.cli import main
 SMALL = "mlp:layers=2,width=8,batch=8"
 
 
+WIDE = "gpt:layers=2,hidden=64,heads=4,seq=8192,vocab=1048576"
 GPT2 = ("gpt2-onnx", "--cluster", "dgx-a100", "--batch", "4")
 BAD = {
     "unknown model": (
@@ -35,6 +36,17 @@ BAD = {
     "element type of a builder": (("mlp:dtype=f8", "--cluster", "dgx-a100"), "'f8'", "bfloat16"),
     "unknown cluster": ((SMALL, "--cluster", "dgx-3"), "'dgx-3'", "dgx-a100", ".toml"),
     "missing cluster file": ((SMALL, "--cluster", "no.toml"), "no.toml is not a file"),
+    "a count that is none": ((SMALL, "--cluster", "dgx-2:abc"), "'abc' is no number of nodes"),
+    "a latency of ages": (
+        (SMALL, "--cluster", "dgx-2", "--set", "nvlink.latency=1e300s"),
+        "--set levels.nvlink.latency",
+        "more than an hour",
+    ),
+    "floats of a GPU that has none": (
+        (WIDE, "--cluster", "dgx-a100", "--precision", "fp8"),
+        "has no rate for float8e4m3fn",
+        "choose --precision mixed",
+    ),
     "no nodes": ((SMALL, "--cluster", "dgx-2:0"), "dgx-2:0"),
     "too many nodes": ((SMALL, "--cluster", "dgx-2:999999"), "15999984 devices", "1048576"),
     "plan without value": ((SMALL, "--cluster", "dgx-2", "--plan", "dp"), "'dp'", "key=value"),
@@ -55,6 +67,26 @@ BAD = {
     ),
     "more stages than ops": ((SMALL, "--cluster", "dgx-2", "--plan", "pp=9"), "pp=9", "at most"),
     "batch of zero": ((SMALL, "--cluster", "dgx-2", "--batch", "0"), "batch=0", "1 to"),
+    "more bytes than are counted": (
+        (WIDE, "--cluster", "dgx-a100", "--plan", "dp=8", "--batch", "2147483648"),
+        "9.82e+18 bytes",
+        "2^62",
+        "smaller",
+    ),
+    "sums of more bytes than are counted": (
+        (WIDE, "--cluster", "dgx-a100", "--batch", "67108864"),
+        "bytes in its memory",
+        "2^62",
+    ),
+    "more layers than are built": (
+        ("mlp:layers=100000", "--cluster", "dgx-a100"),
+        "layers=100000 is more than 10000",
+    ),
+    "a weight that no machine holds": (
+        ("mlp:width=2147483647", "--cluster", "dgx-a100"),
+        "w0 (2147483647 x 2147483647)",
+        "more than 2^46",
+    ),
     "batch beyond all sizes": (
         (*GPT2[:3], "--batch", "9" * 30, "--bind", "seq=8"),
         "batch=99999",
@@ -138,6 +170,15 @@ def test_a_file_that_cannot_be_written(capsys, tmp_path, option, name, part):
     reason = refused(capsys, "simulate", SMALL, "--cluster", "dgx-2", option, path)
     assert part in reason and str(path)[:60] in reason
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="a folder that takes no files from anyone")
+@pytest.mark.parametrize("option", ["--json", "--html", "--plot", "--trace", "--trace-dir", "--chakra"])
+def test_a_folder_that_takes_no_files_is_named_before_the_work(capsys, option):
+    path = "/proc/step" + {"--html": ".html", "--plot": ".png"}.get(option, ".json")
+    assert main(["simulate", SMALL, "--cluster", "dgx-2", option, path]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1) and f"{path} cannot be written" in err and ".tmp" not in err
 
 
 def test_a_trace_that_fails_midway_costs_neither_the_summary_nor_the_plot(capsys, tmp_path, monkeypatch):

@@ -237,6 +237,15 @@ def test_levels_of_a_file_replace_those_of_its_base_where_one_is_new(tmp_path):
     assert levels[1].link == load_cluster("dgx-a100").levels[1].link
 
 
+def test_ethernet_in_place_of_infiniband(tmp_path):
+    page = (Path(__file__).parents[1] / "docs/how-to/cluster.md").read_text(encoding="utf-8")
+    (text,) = re.findall(r"^```toml\n(# Ethernet.*?)^```", page, re.DOTALL | re.MULTILINE)
+    nvlink, ethernet = load_cluster(path := write(tmp_path, text, "")).levels
+    assert nvlink == load_cluster("dgx-h200").levels[0]
+    assert (ethernet.name, ethernet.link.bandwidth) == ("ethernet", 50e9)
+    assert "InfiniBand" not in describe(path)
+
+
 WRONG = [
     (
         '[device]\nmemroy = "1 GiB"',
@@ -266,7 +275,16 @@ WRONG = [
     ('[device]\nmemory = "1e300 TiB"', "line 3: device.memory: 1e+300 TiB is more than a number can be"),
     ('[[levels]]\nname = "infiniband"\nbandwidth = "1 GiB"', "line 4: levels.infiniband.bandwidth: unit"),
     ('[[levels]]\nname = "infiniband"\nlatency = []', "line 4: levels.infiniband.latency: expected"),
-    ('[[levels]]\nname = "far"\nlatency = "1 us"', "line 2: levels.far.bandwidth: is missing"),
+    (
+        '[[levels]]\nname = "nvlink"\n[[levels]]\nname = "far"\nlatency = "1 us"',
+        "line 4: levels.far: bandwidth and efficiency are missing",
+    ),
+    (
+        '[[levels]]\nname = "far"\nbandwidth = "50 GB/s"\nlatency = "1 us"\nefficiency = 1',
+        "levels: where one is new to dgx-a100",
+        "its nvlink and infiniband would be left out",
+        'add [[levels]] name = "nvlink"',
+    ),
     ("[[nodes]]\ncount = 1\ndevice = { memory = 3 }", "mine.toml: nodes: device.memory: 3.0 has no unit"),
     ("levels = 3", "line 2: levels: expected a list"),
     ("levels = [3]", "levels[0]"),

@@ -131,8 +131,8 @@ def test_each_plan_runs_on_each_cluster_and_what_fits_nowhere_is_status_3(capsys
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ((), "a comparison is of two or more: give --plan"),
-        (("--plan", "dp=2", "--plan", "dp=2"), "two or more"),
+        ((), "a comparison is of two or more: give other values of --plan"),
+        (("--plan", "dp=8", "--plan", "dp=8"), "--plan dp=8 is given 2 times"),
         (("--plan", "dp=2", "--plan", "dp=3"), "dp=3: "),
     ],
 )

@@ -60,7 +60,7 @@ class TestPresets:
     def test_unknown_names(self):
         with pytest.raises(TopologyError, match=r"'dgx-3'; choose one of a10, a100-pcie"):
             load_cluster("dgx-3")
-        for name in ("", "dgx-a100:", "dgx-a100:x", "../presets/dgx-2"):
+        for name in ("", "../presets/dgx-2"):
             with pytest.raises(TopologyError, match="choose one of"):
                 load_cluster(name)
         with pytest.raises(TopologyError, match="at least one node"):

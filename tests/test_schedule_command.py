@@ -100,6 +100,7 @@ BAD = {
     "no name": (SMALL, "name a schedule, one of 1f1b,"),
     "unknown name": (("2f2b", *SMALL), "unknown schedule '2f2b'; choose one of"),
     "no sizes": (("1f1b",), "1f1b: say how many: --stages and --microbatches"),
+    "no such name, before sizes": (("zbh1", "--pp", 4), "unknown schedule 'zbh1'"),
     "no microbatches": (("1f1b", "--stages", 2), "say how many: --microbatches"),
     "chunks that it has not": (("1f1b", *SMALL, "--chunks", 2), "1f1b: chunks=2"),
     "sizes that do not fit": (

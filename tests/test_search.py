@@ -23,6 +23,7 @@ from distsim.plan_search.run import FixedModel
 from distsim.plan_search.space import PlanSpace
 from distsim.plan_search.trial import TOO_LARGE
 from distsim.report.figures import StepFigures
+from distsim.simulation.quantities import bytes_label
 from distsim.transforms import SGD, Adam, add_loss, differentiate
 from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.kernels.policies import KERNELS
@@ -316,6 +317,16 @@ def test_nothing_fits():
     assert not found.fitting and "none of" in describe(found) and "none fits" in repr(found)
     with pytest.raises(SimulationError, match="fits in memory"):
         _ = found.best
+    assert found.nearest and f"{bytes_label(found.nearest.missing)} too much" in describe(found)
+    assert "use" in describe(found).splitlines()[-1]
+    closed = search(model("mlp"), topology_of(4, memory=2e6), "tp=1,pp=1,zero=0,remat=none")
+    assert "not tried: zero=3, remat=full, tp, pp" in describe(closed)
+
+
+def test_a_batch_that_no_ranks_divide_is_the_reason():
+    """Not the first of the fields that are given."""
+    with pytest.raises(PlanError, match=r"leave dp=4, which does not divide a batch of 6: leave tp or pp"):
+        search(differentiate(mlp(layers=4, width=256, batch=6), SGD()), topology_of(4), "tp=1,pp=1")
 
 
 def test_no_plans_and_unknown_objectives_are_refused():

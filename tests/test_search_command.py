@@ -18,7 +18,7 @@ import pytest
 from cli_cases import run
 
 from distsim.cli import main
-from distsim.plan_search.journal import format_of
+from distsim.plan_search.journal import JournalWriter, format_of
 from distsim.plan_search.trial import PlanTrial
 
 MODEL = ("search", "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100", "--cluster", "dgx-a100", "--batch", 16)
@@ -185,7 +185,7 @@ def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     journal.write_text(older)
     assert main([*map(str, MODEL), *few, "--resume"]) == 2
     said = capsys.readouterr().err
-    assert "another version of distsim" in said and "format 4, not" in said and "leave --resume out" in said
+    assert "another version of distsim" in said and "format 4, not" in said and "without --resume" in said
     assert journal.read_text() == older
     for foreign in ("not a journal\n", "my notes", '{"a": 1}\n[', ""):
         journal.write_text(foreign)
@@ -195,6 +195,33 @@ def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     Path(journal).unlink()
     assert main([*map(str, MODEL), *few, "--resume"]) == 2
     assert "there is no journal to resume" in capsys.readouterr().err
+
+
+def test_a_journal_is_not_replaced(capsys, tmp_path):
+    files = {gpus: tmp_path / f"j-dgx-a100-{gpus}-GPUs.jsonl" for gpus in (2, 4)}
+    sets = ("--plan", "tp=1,pp=1,remat=none,zero=0,microbatch_size=2", "--gpus", "2,4")
+    few = [*map(str, MODEL), *sets, "--journal", str(tmp_path / "j.jsonl")]
+    files[4].write_text("hours of work\n")
+    assert main(few) == 2 and files[4].read_text() == "hours of work\n" and not files[2].exists()
+    assert f"{files[4]} has 14 bytes already" in (said := capsys.readouterr().err) and "add --resume" in said
+    files[4].unlink()
+    # One that was stopped before it came to the second cluster goes on with the first.
+    run(capsys, *few)
+    files[4].unlink()
+    assert "1 plan known" in run(capsys, *few, "--resume")[1] and files[4].exists()
+
+
+def test_stopped_it_says_how_to_go_on(capsys, tmp_path, monkeypatch):
+    journal = tmp_path / "j.jsonl"
+
+    def stop(self, trial):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(JournalWriter, "append", stop)
+    sets = ("--plan", "dp=8,remat=none,zero=0,microbatch_size=2", "--workers", "1")
+    with pytest.raises(KeyboardInterrupt):
+        main([*map(str, MODEL), *sets, "--journal", str(journal)])
+    assert f"--journal {journal} --resume" in capsys.readouterr().err
 
 
 def test_tp_is_given_in_one_place(capsys):

@@ -134,6 +134,7 @@ def signed(record):
 def test_a_record_of_wrong_types_is_damaged_though_its_checksum_is_right(tmp_path):
     journal = TrialJournal(tmp_path / "found", "a search", "its digest")
     for name, value in CASES:
+        journal.path.unlink(missing_ok=True)
         journal.begin()
         with journal.path.open("a") as file:
             file.write(signed({**RIGHT, "text": "dp=4"}) + signed({**RIGHT, name: value}))
@@ -142,6 +143,7 @@ def test_a_record_of_wrong_types_is_damaged_though_its_checksum_is_right(tmp_pat
     assert content.trials["dp=4"].layers.stages[0].saved == 7
     assert content.trials["dp=4"].layers.passage.behind == 0.2
     without = {name: value for name, value in RIGHT.items() if name != "text"}
+    journal.path.unlink()
     journal.begin()
     with journal.path.open("a") as file:
         file.write(signed(without) + signed({}) + signed(RIGHT))
@@ -175,7 +177,7 @@ def test_a_journal_of_another_version_is_refused(tmp_path, monkeypatch):
     distsim.search(*SEARCHED, workers=1, journal=journal)
     written = journal.read_text()
     monkeypatch.setattr(distsim, "__version__", "99.1")
-    said = rf"found is a journal of distsim {own}, and this is distsim 99\.1, .*; leave --resume out"
+    said = rf"found is a journal of distsim {own}, and this is distsim 99\.1, .*; name another file"
     with pytest.raises(SimulationError, match=said):
         distsim.search(*SEARCHED, workers=1, journal=journal, resume=True)
     assert journal.read_text() == written

@@ -208,6 +208,7 @@ def test_one_file_of_several_runs(tmp_path):
         ("all_gather.txt", "Rank  3", "Rank  2", ("line 7", "rank 2 is listed twice", "MPI=1")),
         ("all_gather.txt", "Rank  3 ", "Rank  3 Group  1 ", ("line 7", "NCCL_TESTS_SPLIT")),
         ("all_gather.txt", " 2013.5 ", " abc ", ("line 15, column time", "'abc' is no number")),
+        ("all_gather.txt", " 2013.5 ", " 2.0135 ", ("line 15", "in 2.014 us", "67108864", "in microseconds")),
         ("all_gather.txt", " 2013.5 ", " 0.0 ", ("line 15", "0 s is no time")),
         ("all_gather.txt", "4194304     float  2013.5   33.33   25.00", "4194304", ("line 15", "no row")),
         ("all_gather.txt", "67108864 ", "9" * 30 + " ", ("line 15", "no row")),

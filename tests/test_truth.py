@@ -305,6 +305,11 @@ def test_clusters_of_rows(changed, cluster):
     assert len(case.topology().devices) >= case.plan.devices
 
 
+def test_a_gpu_of_an_unknown_name_is_assumed_aloud():
+    assert "H100X is a GPU as in dgx-h100" in case_of(GPT | {"hw_gpu": "H100X"}).assumed
+    assert not [text for text in case_of(GPT | {"hw_gpu": "H100-SXM5-80GB"}).assumed if "GPU as in" in text]
+
+
 CELLS = st.one_of(
     st.sampled_from(
         ["", "0", "1", "-1", "1e99", "yes", "full (block, 0 layers)", "every 0", "ratio 0.1", "zb-v"]

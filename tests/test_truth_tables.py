@@ -178,7 +178,7 @@ def test_rows_that_were_not_measured_are_predicted(tmp_path, capsys):
         (["none.csv"], "none.csv is not a file"),
         (["empty.csv"], "empty.csv: no rows; give a table"),
         (["empty.csv", "--workers", "0"], "--workers 0 must be at least 1"),
-        (["empty.csv", "--limit", "nan"], "--limit nan more than 0"),
+        (["empty.csv", "--limit", "nan"], "--time-limit nan must be more than 0"),
         (["empty.csv", "--plot", "picture.txt"], "picture.txt: predicted against measured is written as one"),
         (["empty.csv", "--out", "nowhere/out.csv"], "there is no folder nowhere"),
     ],
@@ -318,11 +318,18 @@ def test_a_row_that_takes_too_long_loses_itself_only():
     assert outcome_of(GPT, 100.0).predicted
 
 
+NAMES = b"id,iter_time_s,framework,hw_gpu,seq,model,global_batch,n_gpus\n"
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [
         (b"", "must name the columns"),
         (b"framework,framework\n", "each once"),
+        (b"id,framework,seq,iter_time_s\n", "framework, hw_gpu, seq, model or n_layers, global_batch or n_m"),
+        (NAMES + b"a,1.0\na,2.0\n", "line 3: the id 'a' is that of a row before it"),
+        (NAMES + b"a,-5\n", "row a: iter_time_s is '-5', and must be a positive number"),
+        (NAMES + b"a,1.0\nb,six\n", "row b: iter_time_s is 'six'"),
         (b"\xff", "UTF-8"),
         (None, "not a file"),
     ],
@@ -337,7 +344,10 @@ def test_a_table_that_is_none(tmp_path, data, message):
 
 def test_columns_in_any_case_and_short_rows(tmp_path):
     path = tmp_path / "rows.csv"
-    path.write_text("\ufeffID, Framework ,hidden\nx,nanotron\n\n,plain,7,8\n", encoding="utf-8")
+    path.write_text(
+        "\ufeffID, Framework ,hidden,hw_gpu,seq,n_layers,dp,global_batch\nx,nanotron\n\n,plain,7,8\n",
+        encoding="utf-8",
+    )
     first, second = read_rows([path])
     assert first == {"id": "x", "framework": "nanotron", "table": "rows"}
     assert (second["hidden"], second["table"]) == ("7", "rows")

@@ -25,6 +25,8 @@ MAX_TIMINGS = 5000
 _DIGITS = 4
 _TOO_FAR = 0.5
 """Mean error beyond which timings of one kind do not have a figure in common."""
+_MOST_OF_LINK = 1.5
+"""Of the bandwidth of a level's link: beyond what switches that add up save, figures are of another link."""
 _NOTHING = "no timings"
 _OF_BYTES = ("memory", "embedding")
 """Kinds of work whose share is one of the DRAM bandwidth."""
@@ -233,6 +235,14 @@ class _Fitting:
             latency = values.get(f"levels.{level.name}.latency", level.link.latency)
             told = f"levels.{level.name}.start" in [quantity.name for quantity in regression.quantities]
             start = values.get(f"levels.{level.name}.start", level.start) if told else None
+            if achieved > _MOST_OF_LINK * level.link.bandwidth:
+                self.made.kept |= dict.fromkeys(
+                    values,
+                    f"{achieved / 1e9:.4g} GB/s are {achieved / level.link.bandwidth:.3g} times the "
+                    f"{level.link.bandwidth / 1e9:.4g} GB/s of the link: give another base, or look whether "
+                    "times and sizes are in the units that they should be",
+                )
+                continue
             if values:
                 self.machine = self.machine.with_link(number, achieved, latency, start)
             for name, value in values.items():

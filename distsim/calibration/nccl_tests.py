@@ -38,6 +38,9 @@ _RANK = re.compile(
 _TEST = re.compile(rf"(?<![a-z])(?:{'|'.join(f'({name})' for name in _KINDS)})(?:_perf)?(?![a-z])")
 _NUMBER = re.compile(r"[0-9]{1,15}(\.[0-9]{0,9})?(e[+-]?[0-9]{1,2})?", re.ASCII | re.IGNORECASE)
 
+_HALF_DIGIT = 0.006
+"""GB/s that algbw, printed as 0.01, may be off."""
+
 
 def read_nccl_tests(path: Path) -> list[Timing]:
     """Return the timings of one run or of several; raises :class:`TimingsError` with the line."""
@@ -115,9 +118,21 @@ class _Printout:
         try:
             nodes = len(set(self.hosts.values()))
             call = check_ranks(CollectiveCall(self.kind, size, ranks, nodes))
-            return Timing(call, check_seconds(seconds), self.path.name, place)
+            timing = Timing(call, check_seconds(seconds), self.path.name, place)
         except TimingsError as error:
             raise TimingsError(f"{where}: {error}") from error
+        self._check_time(size, seconds, self._number(algbw, where), where)
+        return timing
+
+    @staticmethod
+    def _check_time(size: int, seconds: float, algbw: float, where: str) -> None:
+        """Refuse a time that is not the size over algbw, but for the two digits to which this is rounded."""
+        moved = algbw * 1e9 * seconds
+        if abs(moved - size) > 0.03 * size + _HALF_DIGIT * 1e9 * seconds:
+            raise TimingsError(
+                f"{where}: in {seconds * 1e6:.4g} us, algbw {algbw:.4g} GB/s moves {moved:.3g} bytes, and "
+                f"the size is {size}; is time in microseconds, and algbw in GB/s, as nccl-tests print them?"
+            )
 
     @staticmethod
     def _number(text: str, where: str) -> float:

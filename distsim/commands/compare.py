@@ -55,7 +55,11 @@ def run(options: argparse.Namespace) -> int:
     """Simulate each, print them side by side and how each other differs from the first."""
     pairs = list(_pairs(options))
     if len(pairs) < 2:
-        raise PlanError("a comparison is of two or more: give --plan, or --cluster, several times")
+        given: list[str] = options.plan or []
+        same = f"--plan {given[0]} is given {len(given)} times; " if len(given) > 1 else ""
+        raise PlanError(
+            f"{same}a comparison is of two or more: give other values of --plan, or of --cluster, as well"
+        )
     take_file(options)
     check_json(options.json)
     steps, notes = list[StepFigures](), dict[str, list[str]]()

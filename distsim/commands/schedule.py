@@ -14,6 +14,7 @@ from distsim.report import describe_schedule, plot_schedule
 from distsim.report.output import check_format, check_target, replacing
 from distsim.report.progress import Progress
 from distsim.schedule import FLUSH, SCHEDULES, Schedule, read_csv, schedule, write_csv
+from distsim.schedule.catalogue import check_named
 from distsim.simulation.action_times import ActionTimes
 from distsim.simulation.schedule_times import time_schedule
 
@@ -130,6 +131,7 @@ def _chosen(options: argparse.Namespace, times: ActionTimes) -> Schedule:
 def _named(options: argparse.Namespace, times: ActionTimes) -> Schedule:
     if options.name is None:
         raise ScheduleError(f"name a schedule, one of {', '.join(SCHEDULES)}, or give --schedule-csv FILE")
+    check_named(options.name)
     missing = [f"--{name}" for name in ("stages", "microbatches") if getattr(options, name) is None]
     if missing:
         raise ScheduleError(f"{options.name}: say how many: {' and '.join(missing)}")

@@ -101,9 +101,15 @@ def _add_ways_to_run(parser: argparse.ArgumentParser) -> None:
         help="the scheduler of a Dask cluster that tries the plans instead, as tcp://host:8786",
     )
     parser.add_argument(
-        "--journal", type=Path, metavar="FILE", help="append what is found as it comes, a line of JSON a plan"
+        "--journal",
+        type=Path,
+        metavar="FILE",
+        help="a new file, to which what is found is appended as it comes, a line of JSON a plan; of several "
+        "clusters or --gpus each has its own, with the cluster in its name: FILE-CLUSTER",
     )
-    parser.add_argument("--resume", action="store_true", help="go on with the --journal of a search")
+    parser.add_argument(
+        "--resume", action="store_true", help="go on with the --journal of a search that was stopped"
+    )
 
 
 def _add_training_options(parser: argparse.ArgumentParser) -> None:
@@ -158,7 +164,12 @@ def run(options: argparse.Namespace) -> int:
         for line in (*config.describe(), f"{config.source}: its layout is left open: plans are searched"):
             complain(line)
     searches = ClusterSearches.of(model_options(options, plan=None), asked, complain)
-    found = dict(_searched(options, searches))
+    try:
+        found = dict(_searched(options, searches))
+    except KeyboardInterrupt:
+        if any(path.exists() for path in searches.journals):
+            complain(f"what was found is kept: add --resume to go on (--journal {options.journal} --resume)")
+        raise
     comparison = ClusterComparison({each.shown: result for each, result in found.items()}, asked.objective)
     if options.json != PRINTED and (len(found) > 1 or asked.asks_costs):
         say(for_terminal(str(comparison)))

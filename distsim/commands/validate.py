@@ -75,10 +75,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Predict each row, write and draw what comes out, and print how true it is."""
-    if options.workers < 1 or not 0 < options.limit < LONGEST_LIMIT:
+    if options.workers < 1:
+        raise DistsimError(f"--workers {options.workers} must be at least 1")
+    if not 0 < options.limit < LONGEST_LIMIT:
         raise DistsimError(
-            f"--workers {options.workers} must be at least 1, and --limit {options.limit:g} more than 0 "
-            f"and less than {LONGEST_LIMIT:g} seconds"
+            f"--time-limit {options.limit:g} must be more than 0 and less than {LONGEST_LIMIT:g} seconds"
         )
     for path in filter(None, (options.out, options.plot, options.errors)):
         check_target(path)

@@ -49,8 +49,9 @@ class RooflineRules:
         known = dict(device.peaks)
         if demand.matrix and dtype.startswith("float8") and known and dtype not in known:
             raise CostError(
-                f"{signature}: {device} has no rate for {dtype}; give one under [device.peaks], or choose "
-                "another precision"
+                f"{device} has no rate for {dtype}, in which {signature.op_type} multiplies: it has no units "
+                "for 8-bit floats, as H100, L40S and later GPUs have; choose --precision mixed or another "
+                "cluster, or give a rate under [device.peaks]"
             )
         peak = device.peak(dtype) if demand.matrix else device.throughput
         flops_share, bytes_share = efficiencies(signature, demand, dtype, device)

@@ -82,6 +82,7 @@ def _in_words(origin: str, message: str, text: str, raw: Raw) -> str:
     said, _, place = message.partition(" - at `")
     path = re.sub(r"^key in ", "", place.rstrip("`")).removeprefix("$").lstrip(".")
     fields = _fields_at(path)
+    lacking = _lacking(path, raw)
     path = _by_name(path, raw)
     unknown = re.search(r"Object contains unknown field `(.*)`", said)
     missing = re.search(r"Object missing required field `(.*)`", said)
@@ -90,7 +91,10 @@ def _in_words(origin: str, message: str, text: str, raw: Raw) -> str:
         hint = did_you_mean(unknown[1], fields) or choices
         path, said = _joined(path, unknown[1]), f"there is no field {unknown[1]!r:.60}{hint}"
     elif missing:
-        path, said = _joined(path, missing[1]), "is missing"
+        if len(lacking) > 1:
+            said = f"{', '.join(lacking[:-1])} and {lacking[-1]} are missing"
+        else:
+            path, said = _joined(path, missing[1]), "is missing"
     for word, plain in _WORDS.items():
         said = said.replace(word, plain)
     said = said.replace("Expected", "expected").replace(" | null", "").replace(" | nothing", "")
@@ -105,6 +109,21 @@ def _fields_at(path: str) -> list[str]:
     """Return the fields of the table at a path."""
     last = re.sub(r"\[[^]]*\]", "", path).rpartition(".")[2]
     return list(_TABLES[last].__struct_fields__) if last in _TABLES else []
+
+
+def _lacking(path: str, raw: Raw) -> list[str]:
+    """Return the fields that the table at a path must have and has not, which msgspec names one at a time."""
+    last = re.sub(r"\[[^]]*\]", "", path).rpartition(".")[2]
+    table: Any = raw
+    for name, number in re.findall(r"([^.\[\]]+)|\[([0-9]+)\]", path):
+        try:
+            table = table[name or int(number)]
+        except (KeyError, IndexError, TypeError):
+            return []
+    if last not in _TABLES or not isinstance(table, dict):
+        return []
+    needed = [own.name for own in msgspec.structs.fields(_TABLES[last]) if own.required]
+    return [name for name in needed if name not in table]
 
 
 def _by_name(path: str, raw: Raw) -> str:

@@ -218,6 +218,32 @@ def _merged_levels(base: list[Any], given: list[Any]) -> list[Any]:
     return [changed.get(level_name(level), level) for level in base]
 
 
+def left_out(base: Mapping[str, Any], given: Mapping[str, Any]) -> list[str]:
+    """Return the levels of a base that fewer levels, of which one is new, would silently leave out.
+
+    As many as the base has stand in their places, whatever they are called.
+
+    >>> nvlink, ports, ours = {"name": "nvlink"}, {"name": "infiniband"}, {"name": "ethernet"}
+    >>> left_out({"levels": [nvlink, ports]}, {"levels": [ours]})
+    ['nvlink', 'infiniband']
+    >>> left_out({"levels": [nvlink, ports]}, {"levels": [nvlink, ours]})
+    []
+    """
+    old, new = _level_names(base), _level_names(given)
+    fewer = adds_level(base, given) and len(new) < len(old)
+    return [name for name in old if fewer and name not in new]
+
+
+def adds_level(base: Mapping[str, Any], given: Mapping[str, Any]) -> bool:
+    """Whether a level is given that a base lacks."""
+    return not {*_level_names(given)} <= {*_level_names(base)}
+
+
+def _level_names(table: Mapping[str, Any]) -> list[str]:
+    levels = cast(list[Any], table["levels"] if _is_list(table.get("levels")) else [])
+    return [name for level in levels if (name := level_name(level)) is not None]
+
+
 def level_name(level: object) -> str | None:
     """Return the name of a raw level, if it is one and has one."""
     name = cast(Raw, level).get("name") if isinstance(level, dict) else None
@@ -263,8 +289,7 @@ def _whole(key: str, value: str) -> int:
 
 def setting_keys(table: Raw) -> list[str]:
     """Return the keys of ``--set`` for a raw table: figures of its device, and of its levels by name."""
-    listed = cast(list[Any], table["levels"] if _is_list(table.get("levels")) else [])
-    levels = [name for level in listed if (name := level_name(level)) is not None]
+    levels = _level_names(table)
     return [
         "devices_per_node",
         *(f"device.{name}" for name in DEVICE_UNITS),

@@ -36,11 +36,13 @@ from distsim.hardware.cluster_table import (
     LevelTable,
     NodesTable,
     Raw,
+    adds_level,
+    left_out,
     merged,
     with_setting,
 )
 from distsim.hardware.power import speed_under_limit
-from distsim.hardware.units import Units, parse_quantity, unit_named
+from distsim.hardware.units import HOUR, SECONDS, Units, parse_quantity, unit_named
 from distsim.hardware.variation import slowed, speed_of_slowest
 from distsim.ir.device import Device
 from distsim.ir.kernel_rates import KernelRates
@@ -284,6 +286,9 @@ def _read(name: str, settings: Sequence[str]) -> _ClusterFile:
     if match is None:
         raise TopologyError(f"no cluster is named {name!r}; choose one of {', '.join(presets())}")
     base, nodes = match[1], None if match[2] is None else int(match[2])
+    first, _, count = name.partition(":")
+    if base != first and first in presets():
+        raise TopologyError(f"{name!r:.60}: {count!r:.20} is no number of nodes; write {first}:4")
     if nodes == 0:
         raise TopologyError(f"{name}: a cluster has at least one node")
     text, raw = _raw(base, ())
@@ -311,7 +316,18 @@ def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
     base = raw.pop("base")
     if not isinstance(base, str) or base == name or len(above) > 2:
         raise TopologyError(f'{located(name, text, "base")} must name a preset, as in base = "dgx-a100"')
-    return text, merged(_taken_over(_raw(base, (*above, name))[1], base), raw)
+    under = _taken_over(_raw(base, (*above, name))[1], base)
+    if names := left_out(under, raw):
+        tables = " and ".join(f'[[levels]] name = "{each}"' for each in names)
+        raise TopologyError(
+            f"{located(name, text, 'levels')}: where one is new to {base}, those given are all there are, "
+            f"and its {' and '.join(names)} would be left out; add {tables} for what to keep, from the "
+            f"inside out, or change the whole file that `distsim clusters {base} --toml` prints"
+        )
+    made = merged(under, raw)
+    if adds_level(under, raw) and "description" not in raw:
+        made["description"] = f"as {base}, but for its levels"
+    return text, made
 
 
 def _taken_over(raw: Raw, base: str) -> Raw:
@@ -378,4 +394,6 @@ def _figure(read: _ClusterFile, name: str, amount: Amount, units: Units) -> Figu
         value, unit = parse_quantity(amount if isinstance(amount, str) else repr(amount), units, what)
     if math.isfinite(value) and not math.isfinite(value * units[unit]):
         raise TopologyError(f"{what}: {value:g} {unit} is more than a number can be")
+    if units is SECONDS and value * units[unit] > HOUR:
+        raise TopologyError(f"{what}: {value:g} {unit} is more than an hour; write it as 5 us")
     return Figure(name, value, unit, value * units[unit], source)

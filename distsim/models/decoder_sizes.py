@@ -14,13 +14,14 @@ from distsim.models.mixture import Mixture
 from distsim.models.parts.attention import GroupedHeads, Latent
 from distsim.models.parts.feed_forward import SWIGLU, FeedForward
 from distsim.models.parts.layer_maker import RMS, Norm
-from distsim.models.sizes import check_caps, check_counts, check_rates, check_sizes
-
-MAX_LAYERS = 10_000
-"""Far more than any published model has: each is a Call with its parameters in the function."""
-
-MAX_ELEMENTS = 2**46
-"""Of one weight: more than any machine's memory holds, hence a mistake."""
+from distsim.models.sizes import (
+    check_caps,
+    check_counts,
+    check_elements,
+    check_layers,
+    check_rates,
+    check_sizes,
+)
 
 MAX_TOKENS = 2**24
 """Of a sequence: each position is a number in the function (tables of rotary positions)."""
@@ -126,12 +127,9 @@ class DecoderSizes:
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, vocab=self.vocab)
         check_caps(softcap=self.softcap, embedding_scale=self.embedding_scale or 0.0)
-        if self.layers > MAX_LAYERS:
-            raise PlanError(f"layers={self.layers} is more than {MAX_LAYERS}, the most that are built")
+        check_layers(self.layers)
         self.attention.check(self.hidden, not self.positions.learned)
-        for name, elements in self._largest():
-            if elements > MAX_ELEMENTS:
-                raise PlanError(f"{name} would have {elements} elements, more than 2^46; make it smaller")
+        check_elements(self._largest())
 
     def _largest(self) -> list[tuple[str, int]]:
         """How many elements the weights have that several sizes multiply."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import pairwise
 
 from distsim.ir import DType, Float32, Function, FunctionMaker, Role, Tensor
-from distsim.models.sizes import check_sizes
+from distsim.models.sizes import check_elements, check_layers, check_sizes
 
 
 def mlp(
@@ -21,7 +21,8 @@ def mlp(
     Inputs: x [batch, input_width], target [batch, output_width] and one weight per layer (no biases,
     as in the DistIR notebooks); output: the scalar loss, sum((y - target)^2) / batch. Two inner layers
     make a block, the unit that repeats (so that tensor parallelism may treat them differently: the
-    first by columns, the second by rows); blocks of equal shape are Calls of one callee.
+    first by columns, the second by rows); blocks of equal shape are Calls of one callee. Raises
+    :class:`PlanError` for sizes beyond those of :mod:`distsim.models.sizes`.
 
     >>> from distsim.ir import count_ops
     >>> count_ops(mlp(layers=4, width=8, batch=2))
@@ -30,11 +31,13 @@ def mlp(
     first = width if input_width is None else input_width
     last = width if output_width is None else output_width
     check_sizes(layers=layers, width=width, batch=batch, input_width=first, output_width=last)
+    check_layers(layers)
     maker = FunctionMaker("mlp")
     widths = [first, *[width] * (layers - 1), last]
     x = maker.add_input_value("x", Tensor(dtype, (batch, first)))
     target = maker.add_input_value("target", Tensor(dtype, (batch, last)))
     shapes = list(pairwise(widths))
+    check_elements((f"w{i} ({rows} x {columns})", rows * columns) for i, (rows, columns) in enumerate(shapes))
     weights = [
         maker.add_input_value(f"w{i}", Tensor(dtype, shape), Role.PARAMETER) for i, shape in enumerate(shapes)
     ]

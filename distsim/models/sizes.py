@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import inspect
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from typing import Any
 
 from distsim.errors import PlanError
 from distsim.ir import Function
+
+MAX_LAYERS = 10_000
+"""Far more than any published model has: each is a Call with its parameters in the function."""
+
+MAX_ELEMENTS = 2**46
+"""Of one weight: more than any machine's memory holds, hence a mistake."""
 
 Builder = Callable[..., Function]
 
@@ -44,6 +50,19 @@ def check_sizes(**sizes: int) -> None:
     for name, size in sizes.items():
         if type(size) is not int or size < 1:
             raise PlanError(f"{name}={size!r} must be a whole number of at least 1")
+
+
+def check_layers(layers: int) -> None:
+    """Raise :class:`PlanError` for more layers than are built."""
+    if layers > MAX_LAYERS:
+        raise PlanError(f"layers={layers} is more than {MAX_LAYERS}, the most that are built")
+
+
+def check_elements(weights: Iterable[tuple[str, int]]) -> None:
+    """Raise :class:`PlanError` naming the first weight, given with its elements, that has too many."""
+    for name, elements in weights:
+        if elements > MAX_ELEMENTS:
+            raise PlanError(f"{name} would have {elements} elements, more than 2^46; make it smaller")
 
 
 def check_counts(**counts: int) -> None:

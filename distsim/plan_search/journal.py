@@ -61,7 +61,8 @@ class TrialJournal:
     digest: str
 
     def begin(self) -> None:
-        """Write the first line of a new file, in the place of one that there is."""
+        """Write the first line of a new file; raise :class:`SimulationError` where there is one already."""
+        check_new(self.path)
         head = {"format": format_of(PlanTrial), "version": distsim_version()}
         line = json.dumps({**head, "subject": self.subject, "digest": self.digest})
         with replacing(self.path) as file:  # there is no moment at which it is there without its first line
@@ -85,19 +86,19 @@ class TrialJournal:
         if version != distsim_version():
             raise SimulationError(
                 f"{self.path} is a journal of distsim {version!s:.20}, and this is distsim "
-                f"{distsim_version()}, which may find other figures of a plan; leave --resume out to write "
-                "it anew, name another file, or resume it with the distsim that wrote it"
+                f"{distsim_version()}, which may find other figures of a plan; name another file without "
+                "--resume, or resume it with the distsim that wrote it"
             )
         if head["format"] != format_of(PlanTrial):
             raise SimulationError(
                 f"{self.path} is a journal of another version of distsim, which knew other figures of a plan "
-                f"(format {head['format']!s:.20}, not {format_of(PlanTrial)}); leave --resume out to "
-                "write it anew, or name another file"
+                f"(format {head['format']!s:.20}, not {format_of(PlanTrial)}); name another file without "
+                "--resume"
             )
         if head["digest"] != self.digest:
             raise SimulationError(
                 f"{self.path} is the journal of another search: {head.get('subject', 'unknown')}, not "
-                f"{self.subject} as it is now; name another file, or leave --resume out to write it anew"
+                f"{self.subject} as it is now; name its own, or another file without --resume"
             )
         if rest:
             os.truncate(self.path, self.path.stat().st_size - len(rest))
@@ -105,6 +106,15 @@ class TrialJournal:
         trials = [trial for line in lines[1:] if (trial := _trial(line)) is not None]
         return JournalContent(
             {trial.text: trial for trial in trials}, len(lines) - 1 - len(trials) + bool(rest)
+        )
+
+
+def check_new(path: Path) -> None:
+    """Raise :class:`SimulationError` for a file with something in it: a journal is hours of work."""
+    if path.exists() and (size := path.stat().st_size):
+        raise SimulationError(
+            f"{path} has {size} bytes already, which a new journal would replace; add --resume to go on with "
+            "it, or name another file"
         )
 
 

@@ -12,7 +12,7 @@ from typing import Any
 from distsim.errors import SimulationError
 from distsim.extras import data_frame
 from distsim.plan_search.columns import plan_columns, record_of
-from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.training.columns import plan_cost_columns
 from distsim.plan_search.training.estimate import OF_TRAINING, TrainingCosts, TrainingEstimate
@@ -21,6 +21,9 @@ from distsim.report.difference import StepComparison, parts_title
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.simulation import Simulation
 from distsim.simulation.explain.text import count, html_table
+
+_MOST_BUILT = 3
+"""Plans that are built to find one that misses little: some are refused then."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -110,6 +113,20 @@ class SearchResult:
     def nearly(self) -> tuple[PlanTrial, ...]:
         """The plans that do not fit for want of a tenth of the memory at most, the fastest first."""
         return tuple(sorted([t for t in self.trials if t.simulated and t.missing], key=_by_time))
+
+    @cached_property
+    def nearest(self) -> PlanTrial | None:
+        """Of plans of which none fits, the one that misses least by what is known, built if it was not yet.
+
+        None where all are refused, or one fits.
+        """
+        known = [trial for trial in self.trials if not (trial.refused or self.fitting)]
+        least = {trial: trial.peak or self._evaluator.least_bytes(trial.plan, Standing()) for trial in known}
+        for trial in sorted(known, key=lambda each: least[each])[:_MOST_BUILT]:
+            built = trial if trial.peak else self._evaluator.trial(trial.plan)
+            if built.missing:
+                return built
+        return None
 
     @cached_property
     def counts(self) -> Mapping[str, int]:

@@ -24,6 +24,7 @@ with pp=1, ``ep`` without experts, ``cp_kind`` with cp=1.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -177,6 +178,8 @@ class PlanSpace:
             if text != "*":
                 parse_stages(text)  # which no plan at all would say less of
         found = dict.fromkeys(self._plans())
+        if not found:
+            self._check_batch()
         for name in self.sets:
             self._check_values(name, found)
         if not found:
@@ -192,6 +195,21 @@ class PlanSpace:
 
     def __repr__(self) -> str:
         return f"PlanSpace({count_of(len(self), 'plan')} on {count_of(self.devices, 'device')})"
+
+    def _check_batch(self) -> None:
+        """Check that some number of data-parallel ranks divides the batch."""
+        degrees = product(self._values("tp"), self._values("cp"), self._values("pp"))
+        cuts = {math.prod(each) for each in degrees if self.devices % math.prod(each) == 0}
+        given = self._values("dp") if "dp" in self.sets else None
+        ranks = sorted({self.devices // cut for cut in cuts if given is None or self.devices // cut in given})
+        if ranks and all(self.traits.batch % dp for dp in ranks):
+            fixed = [name for name in ("dp", "tp", "cp", "pp") if name in self.sets]
+            leave = f"leave {' or '.join(fixed)} open, or " if fixed else ""
+            raise PlanError(
+                f"on {count_of(self.devices, 'device')} the other degrees leave "
+                f"dp={'|'.join(map(str, ranks))}, which does not divide a batch of {self.traits.batch}: "
+                f"{leave}give a batch of a multiple of {ranks[0]}"
+            )
 
     def _check_values(self, name: str, plans: Mapping[Plan, None]) -> None:
         """Check that each value that is given for a field is one of some plan."""

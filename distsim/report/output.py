@@ -32,23 +32,41 @@ def check_format(path: str | os.PathLike[str], what: str) -> str:
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:
-    """Return ``path``; raise :class:`SimulationError` if it is no file, or its folder is not there."""
+    """Return ``path``; raise :class:`SimulationError` where no file can be written so, its folder tried."""
     target = Path(path)
     if target.is_dir() or (target.exists() and not target.is_file()):
         raise SimulationError(f"{target} is not a file; name a file to write")
     if not target.parent.is_dir():
         raise SimulationError(f"{target}: there is no folder {target.parent}; make it first")
+    check_writable(target.parent, target)
     return target
+
+
+def check_writable(folder: Path, target: Path) -> None:
+    """Raise :class:`SimulationError` naming ``target`` where ``folder`` takes no files: one is put there."""
+    draft = _draft(folder / target.name)
+    try:
+        with draft.open("xb"):
+            pass
+        draft.unlink()
+    except OSError as error:
+        raise SimulationError(
+            f"{target} cannot be written, as {folder} takes no files ({error.strerror}); name another folder"
+        ) from error
+
+
+def _draft(target: Path) -> Path:
+    return target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
 
 
 @contextmanager
 def replacing(path: str | os.PathLike[str]) -> Generator[BinaryIO, None, None]:
     """Yield a file that takes the place of ``path`` when the block ends well, and goes away otherwise.
 
-    Raises :class:`SimulationError` when ``path`` is something else than a file, or has no folder.
+    Raises :class:`SimulationError` as :func:`check_target`.
     """
     target = check_target(path)
-    draft = target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+    draft = _draft(target)
     try:
         with draft.open("xb") as file:
             yield file

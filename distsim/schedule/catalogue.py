@@ -158,6 +158,12 @@ def register_schedule(name: str, generator: Generator) -> Generator:
     return generator
 
 
+def check_named(name: str) -> None:
+    """Raise :class:`ScheduleError` where there is no schedule of a name."""
+    if name not in SCHEDULES:
+        raise ScheduleError(f"unknown schedule {name!r}; choose one of {choices_for(name, SCHEDULES)}")
+
+
 def schedule(
     name: str, num_ranks: int, num_microbatches: int, chunks: int | None = None, **options: object
 ) -> Schedule:
@@ -171,8 +177,7 @@ def schedule(
     >>> schedule("1f1b", 4, 8).in_flight(0)
     4
     """
-    if name not in SCHEDULES:
-        raise ScheduleError(f"unknown schedule {name!r}; choose one of {choices_for(name, SCHEDULES)}")
+    check_named(name)
     known = SCHEDULES[name]
     foreign = [option for option in options if option not in known.options]
     if foreign:

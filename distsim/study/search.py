@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack, overload
 
-from distsim.errors import PlanError
+from distsim.errors import PlanError, SimulationError
 from distsim.ir import Topology
 from distsim.plan import Plan
 from distsim.plan_search.evaluation import SearchProblem
+from distsim.plan_search.journal import check_new
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.run import SearchRun, progress_lines
 from distsim.plan_search.space import PlanSpace, parse_sets
@@ -97,8 +98,8 @@ def search(
     :class:`ClusterComparison`: what was found on each by its name, and which is best. With ``tokens``
     (``price``, ``failures``, ...) the plans have hours, dollars and kWh of the training. ``against`` a plan
     of one's own the best are compared; ``workers`` are processes, ``dask`` the address of a scheduler;
-    ``journal`` a file with which ``resume=True`` goes on. ``options`` are those of :class:`SearchKeywords`,
-    by the names that the command has for them.
+    ``journal`` a new file, of several clusters one each, with which ``resume=True`` goes on. ``options`` are
+    those of :class:`SearchKeywords`, by the names that the command has for them.
 
     Raises as :func:`distsim.simulate`, and :class:`PlanError` where there is no such plan. Of several
     clusters those without one are left out, with a warning.
@@ -162,9 +163,10 @@ class ClusterSearches:
     def run(self) -> Iterator[tuple[SizedCluster, SearchResult | PlanError]]:
         """Yield what is found on each cluster; of several, why one has no plan.
 
-        Raises :class:`PlanError` where none has any.
+        Raises :class:`PlanError` where none has any, and before the first what its journal raises.
         """
         any_has, alone = False, len(self.clusters) == 1
+        self._check_journals()
         with self._workers() as workers:
             for cluster in self.clusters:
                 try:
@@ -178,6 +180,22 @@ class ClusterSearches:
                 yield cluster, result
         if not any_has:
             raise PlanError(f"none of {', '.join(each.shown for each in self.clusters)} has a plan")
+
+    @property
+    def journals(self) -> list[Path]:
+        """The journals of the clusters, if there are any."""
+        alone = len(self.clusters) == 1
+        return [path for each in self.clusters if (path := _journal(self.options.journal, each, alone))]
+
+    def _check_journals(self) -> None:
+        """Check that journals are new, or, to go on with them, that there is one."""
+        if not self.options.resume:
+            for path in self.journals:
+                check_new(path)
+        elif not any(path.exists() for path in self.journals):
+            raise SimulationError(
+                f"{', '.join(map(str, self.journals))}: there is no journal to resume; leave --resume out"
+            )
 
     @contextmanager
     def _workers(self) -> Generator[int | RemoteWorkers | None]:
@@ -199,12 +217,14 @@ class ClusterSearches:
         if say is not None:
             say(f"{count(len(plans), 'plan')} on {cluster.shown}")
         against = None if options.against is None else self.study.choices.plan(options.against)
+        journal = _journal(options.journal, cluster, alone)
+        begun = journal is not None and journal.exists()  # a search may have stopped before this cluster
         return SearchRun(
             self.study.problem(topology, OBJECTIVES[options.objective].plan, options.top),
             plans,
             workers,
-            _journal(options.journal, cluster, alone),
-            options.resume,
+            journal,
+            options.resume and begun,
             _subject(self.study.model.options, cluster),
             None if say is None else progress_lines(say),
             say,

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import as_file, files
 from pathlib import Path
 
-from distsim.errors import DistsimError
+from distsim.errors import DistsimError, shortened
 
 Row = Mapping[str, str]
 """Cells by the name of their column; a column that a table lacks is an empty cell."""
@@ -24,6 +24,16 @@ NOTHING = ("", "-", "--", "?", "n/a", "na", "nan", "none given", "not given", "n
 """What tables write where a source says nothing."""
 
 
+REQUIRED = (
+    *(("framework",), ("hw_gpu",), ("seq",), ("model", "n_layers")),
+    *(("global_batch", "n_microbatches"), ("n_gpus", "dp")),
+)
+"""Columns that a table must have, of each of these one."""
+
+FIGURES = ("iter_time_s", "peak_mem_gb")
+"""Columns of what was measured."""
+
+
 class MissingFeatureError(DistsimError, ValueError):
     """What a row needs, and distsim or the row lacks: a layout, a model, a figure; the text says it."""
 
@@ -32,7 +42,8 @@ def read_rows(paths: Sequence[Path]) -> list[dict[str, str]]:
     """Return the rows of tables (CSV with a line of names); ``table`` is the name of the file of each.
 
     Names of columns are taken in any case; a row without ``id`` gets the number of its line. Raises
-    :class:`DistsimError` for a file that is none, has no columns, or is larger than ``MAX_FILE_BYTES``.
+    :class:`DistsimError` for a file that is none, lacks a column of ``REQUIRED``, or is larger than
+    ``MAX_FILE_BYTES``, and for rows of the same id and what was measured that is no number.
     """
     return [row for path in paths for row in _read(path)]
 
@@ -55,20 +66,41 @@ def _read(path: Path) -> list[dict[str, str]]:
     try:
         reader = csv.reader(io.StringIO(data.decode("utf-8-sig"), newline=""))
         names = [name.strip().lower() for name in next(reader, list[str]())]
-        if "framework" not in names or len(set(names)) < len(names):
+        if any(set(names).isdisjoint(group) for group in REQUIRED) or len(set(names)) < len(names):
+            needed = ", ".join(" or ".join(group) for group in REQUIRED)
             raise DistsimError(
-                f"{path}: the first line must name the columns, each once, framework among them"
+                f"{path}: the first line must name the columns, each once, among them {needed}; it names "
+                f"{shortened(', '.join(names), 200)}"
             )
-        found: list[dict[str, str]] = []
+        found: dict[str, dict[str, str]] = {}
         for cells in reader:
             if any(cells):
                 row = dict(zip(names, map(str.strip, cells), strict=False))
-                found.append({"id": f"line {reader.line_num}", **row, "table": path.stem})
-        return found
+                own = row.get("id") or f"line {reader.line_num}"
+                if own in found:
+                    raise DistsimError(
+                        f"{path}, line {reader.line_num}: the id {shortened(own)} is that of a row before "
+                        "it; give each row its own"
+                    )
+                found[own] = {**row, "id": own, "table": path.stem}
+                _check_figures(found[own], path)
+        return [*found.values()]
     except UnicodeDecodeError as error:
         raise DistsimError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from error
     except csv.Error as error:
         raise DistsimError(f"{path} is not a table of comma-separated values: {error}") from error
+
+
+def _check_figures(row: Row, path: Path) -> None:
+    """Raise :class:`DistsimError` where what was measured is no number: it would count as not measured."""
+    for column in FIGURES:
+        try:
+            decimal(row, column)
+        except MissingFeatureError:
+            raise DistsimError(
+                f"{path}, row {row['id']}: {column} is {shortened(row[column])}, and must be a positive "
+                "number; leave it empty where it was not measured"
+            ) from None
 
 
 def cell(row: Row, column: str) -> str:

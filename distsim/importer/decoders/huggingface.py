@@ -41,7 +41,7 @@ DEFAULT_BATCH, MAX_DEFAULT_SEQ = 8, 8192
 MAX_CONFIG_LAYERS = 250
 """Twice those of the deepest published models. With as many the whole way from a stranger's file to its step
 takes some five seconds, and half a minute with everything divided and recomputed; a model that is built in
-Python, or whose ``layers=`` is an option, may have :data:`distsim.models.decoder_sizes.MAX_LAYERS`."""
+Python, or whose ``layers=`` is an option, may have :data:`distsim.models.sizes.MAX_LAYERS`."""
 
 ACTIVATIONS = {
     "silu": "silu",

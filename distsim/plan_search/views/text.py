@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -22,7 +23,7 @@ def describe(result: SearchResult) -> str:
         lines += ["", *best_table(result)]
         lines += ["", *_front(result)] if len(result.pareto) > 1 else []
     else:
-        lines += ["", f"none of {count(len(result.trials), 'plan')} fits in memory"]
+        lines += ["", f"none of {count(len(result.trials), 'plan')} fits in memory", *_nearest(result)]
     lines += [*_nearly(result), *why(result)]
     return "\n".join(lines)
 
@@ -84,6 +85,36 @@ def _front(result: SearchResult) -> list[str]:
     rows = [(seconds_text(t.seconds), bytes_label(t.peak), short(t.plan)) for t in front[:_MOST_FRONT]]
     lines += _left_last(("step", "memory", "plan"), rows, 1)
     return [*lines, f"... and {len(front) - _MOST_FRONT} more"] if len(front) > _MOST_FRONT else lines
+
+
+def _nearest(result: SearchResult) -> list[str]:
+    """Say by how much a plan that needs little does not fit, and what to open that could make one fit."""
+    nearest = result.nearest
+    if nearest is None:
+        return []
+    lines = [
+        f"one of those that need least has {bytes_label(nearest.peak)} on a device, "
+        f"{bytes_label(nearest.missing)} too much: {short(nearest.plan)}"
+    ]
+    state, devices = result.step.state_bytes, len(result.step.topology.devices)
+    if 0 < nearest.usable * devices < state:
+        lines.append(
+            f"parameters and optimizer state alone, divided over all {count(devices, 'device')}, are "
+            f"{bytes_label(state / devices)} on each: use {math.ceil(state / nearest.usable)} devices or more"
+        )
+        return lines
+    plans = [trial.plan for trial in result.trials]
+    several = max(plan.dp * plan.cp for plan in plans) > 1
+    opened = {
+        "zero=3": several and all(plan.zero < 3 for plan in plans),
+        "remat=full": all(not plan.remat.startswith("full") for plan in plans),
+        **{name: all(getattr(plan, name) == 1 for plan in plans) for name in ("tp", "pp")},
+        "cp": bool(result.step.sequence) and all(plan.cp == 1 for plan in plans),
+        "offload": all(not plan.offload for plan in plans),
+    }
+    names = [name for name, is_closed in opened.items() if is_closed]
+    tried = f"not tried: {', '.join(names)} (--plan); or " if names else ""
+    return [*lines, f"{tried}use more devices, a smaller batch or shorter sequences"]
 
 
 def _nearly(result: SearchResult) -> list[str]:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from distsim.errors import SimulationError
 from distsim.ir import Device
+from distsim.report.output import check_writable
 from distsim.simulation import Simulation
 
 MOST_RANKS = 1024
@@ -15,7 +16,8 @@ MOST_RANKS = 1024
 
 
 def check_folder(path: str | os.PathLike[str]) -> Path:
-    """Return a folder that is not there yet or empty; raise :class:`SimulationError` for any other path.
+    """Return a folder that is not there yet or empty; raise :class:`SimulationError` for any other path, and
+    where it takes no files.
 
     What reads such a folder reads all that is in it, and nothing that is there is written over.
     """
@@ -26,11 +28,13 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
             raise SimulationError(
                 f"{folder} is not empty, it holds {there.name}; name a folder that is new or empty"
             )
+        check_writable(folder, folder)
         return folder
     if folder.exists() or folder.is_symlink():
         raise SimulationError(f"{folder} is not a folder; name one that is new or empty")
     if not folder.parent.is_dir():
         raise SimulationError(f"{folder}: there is no folder {folder.parent}; make it first")
+    check_writable(folder.parent, folder)
     return folder
 
 

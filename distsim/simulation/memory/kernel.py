@@ -7,12 +7,17 @@ at. Amounts are exact integers, in columns: bytes in all, then (if asked for) by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from distsim.compile import compiled, inner
+from distsim.errors import SimulationError
+
+MAX_BYTES = 2**62
+"""Of a rank: what is counted in 64 bits, and far more than any machine's memory holds."""
 
 Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
@@ -91,8 +96,37 @@ def run_repeated(levels: Levels, first: Levels, before: Ints, steps: Steps, amou
                 level[s, c] += later * (level[s, c] - before[s, c])
 
 
+def counted(amounts: Sequence[Sequence[int]], columns: int) -> Ints:
+    """Return [amounts, columns], bytes; raise :class:`SimulationError` for more than ``MAX_BYTES``."""
+    check_bytes(max((abs(number) for row in amounts for number in row[:columns]), default=0))
+    return np.array([row[:columns] for row in amounts], np.int64).reshape(len(amounts), columns)
+
+
+def check_bytes(most: float) -> None:
+    """Raise :class:`SimulationError` for so many bytes on a rank if they are more than ``MAX_BYTES``."""
+    if most > MAX_BYTES:
+        raise SimulationError(
+            f"a rank would have {most:.3g} bytes in its memory during the step, and no more than 2^62 are "
+            "counted; make the batch or the model smaller"
+        )
+
+
+def _check_sums(initial: Ints, steps: Steps, amounts: Amounts) -> None:
+    """Check that no sum of what is in use on a rank can be too large."""
+    if not initial.size:
+        return
+    times = np.repeat(steps.repeats, np.diff(steps.start))
+    grown = np.maximum(amounts.net[steps.change, 0], 0).astype(np.float64) * times
+    total = np.bincount(steps.rank, grown, len(initial)) + initial[:, 0]
+    check_bytes(float(total.max()) + float(amounts.peak[:, 0].max(initial=0)))
+
+
 def compose(initial: Ints, steps: Steps, amounts: Amounts) -> Levels:
-    """Return what is in use after all steps, from ``initial`` [ranks, columns] on, and at the peaks."""
+    """Return what is in use after all steps, from ``initial`` [ranks, columns] on, and at the peaks.
+
+    Raises :class:`SimulationError` where a rank may have more than ``MAX_BYTES``.
+    """
+    _check_sums(initial, steps, amounts)
     when = np.full((len(initial), 2), -1, np.int64)
     levels = Levels(initial.copy(), initial.copy(), when)
     first = Levels(levels.level, np.empty_like(initial), when.copy())

@@ -21,7 +21,7 @@ from distsim.program.table_columns import TableColumns
 from distsim.schedule import Kind
 from distsim.schedule.codes import code_of
 from distsim.simulation.memory.excerpt import Sample
-from distsim.simulation.memory.kernel import Amounts, Ints, Levels, Steps, compose
+from distsim.simulation.memory.kernel import Amounts, Ints, Levels, Steps, check_bytes, compose, counted
 from distsim.simulation.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of, resized_ranks
 from distsim.simulation.memory.row_changes import NOTHING, Change, RankUse
 from distsim.simulation.memory.sampling import Sampling, samplings
@@ -52,15 +52,11 @@ class TableChanges:
         known = self.amounts.get(columns)
         if known is None:
             known = Amounts(
-                _array([change.net for change in self.changes], columns),
-                _array([change.peak for change in self.changes], columns),
+                counted([change.net for change in self.changes], columns),
+                counted([change.peak for change in self.changes], columns),
             )
             self.amounts[columns] = known
         return compose(np.ascontiguousarray(self.initial[:, :columns]), self.steps, known)
-
-
-def _array(amounts: Sequence[Sequence[int]], columns: int) -> Ints:
-    return np.array([row[:columns] for row in amounts], np.int64).reshape(len(amounts), columns)
 
 
 _CHANGES: WeakKeyDictionary[Table, TableChanges | None] = WeakKeyDictionary()
@@ -113,13 +109,13 @@ class _Uses:
         self.ranks = ranks
         each = [list(use.start_each.values()) for use in ranks]
         self._end = np.array([0, *map(len, each)], np.int64).cumsum()
-        self._start = np.array([use.start for use in ranks], np.int64).reshape(-1, len(NOTHING))
-        rows = [amounts for own in each for amounts in own]
-        self._each = np.array(rows, np.int64).reshape(-1, len(NOTHING))
+        self._start = counted([use.start for use in ranks], len(NOTHING))
+        self._each = counted([amounts for own in each for amounts in own], len(NOTHING))
 
     def initial(self, sampled: Sequence[Sampling]) -> Ints:
         """Return [ranks, 1 + kinds]: what is there before the first row."""
         counts = np.concatenate([np.zeros(0, np.int64), *[own.counts for own in sampled]])
+        check_bytes(float((counts * self._each[:, 0].astype(np.float64)).sum()))
         until = np.zeros((len(counts) + 1, len(NOTHING)), np.int64)
         np.cumsum(counts[:, None] * self._each, axis=0, out=until[1:])
         return self._start + until[self._end[1:]] - until[self._end[:-1]]
