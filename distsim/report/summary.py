@@ -194,12 +194,12 @@ def _operator_table(simulation: Simulation) -> list[str]:
     seconds: dict[str, float] = {}
     counts: dict[str, int] = {}
     members = simulation.classes.members
-    for span in simulation.spans():
-        name = op_label(span.op)
-        devices = len(members[span.stream.rank_class])
-        seconds[name] = seconds.get(name, 0.0) + (span.end - span.start) * devices
-        counts[name] = counts.get(name, 0) + devices
-    kinds = {op_label(op): _kind(op) for op, _, _ in simulation.timeline.op_counts}
+    kinds: dict[str, str] = {}
+    for op, rank_class, times, taken in simulation.timeline.op_runs:
+        name, devices = op_label(op), len(members[rank_class])
+        seconds[name] = seconds.get(name, 0.0) + taken * devices
+        counts[name] = counts.get(name, 0) + times * devices
+        kinds[name] = _kind(op)
     total = sum(seconds.values()) or 1.0
     names = sorted(seconds, key=lambda name: -seconds[name])
     rows = [
