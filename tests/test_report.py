@@ -305,3 +305,12 @@ def test_the_table_of_operators_counts_calls_of_blocks_and_is_that_of_the_spans(
     assert counted == found  # exactly: durations are on a grid
     monkeypatch.setattr(distsim.Simulation, "spans", None)
     assert "operator" in summarize(simulation)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_of_experts_on_several_ranks_it_is_said_what_hfu_counts(ep):
+    """It rose with the imbalance, as ranks that wait for the busiest count as if they worked."""
+    model = "moe:layers=2,hidden=64,heads=8,seq=8,vocab=32,experts=4,concentration=0.5"
+    summary = summarize(distsim.simulate(model, "dgx-a100", plan=f"dp=2,ep={ep}", batch=8))
+    (hfu,) = [line for line in summary.splitlines() if line.startswith("HFU")]
+    assert ("experts of each rank as those of the busiest" in hfu) == (ep > 1)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Device, Op
 from distsim.ops import op_label, operator
 from distsim.report.labels import ranks_label
@@ -98,13 +99,19 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
         return []
     shares = (
         ("MFU", model_flops, "the model's products, of attention all pairs"),
-        ("HFU", simulation.flops, "all that kernels do"),
+        ("HFU", simulation.flops, f"all that kernels do{_as_the_busiest(simulation)}"),
     )
     return [
         f"{name}           {peak.share(flops, simulation.step_period):.1%} of {peak}: {counted}"
         for name, flops, counted in shares
         if flops is not None
     ]
+
+
+def _as_the_busiest(simulation: Simulation) -> str:
+    """Say of a step with experts on several ranks that all count as the busiest, for which they wait."""
+    axes = {str(op.attributes.get("axis", "")) for op, *_ in simulation.timeline.op_runs if communicates(op)}
+    return ", experts of each rank as those of the busiest" if EXPERT in axes else ""
 
 
 def memory_lines(simulation: Simulation) -> list[str]:

@@ -251,6 +251,7 @@ class Simulation:
     def flops(self) -> float:
         """FLOPs executed in the step on all devices, with what is recomputed or replicated.
 
+        Ranks of experts do in lock step what the busiest does: their waiting for it counts as its work.
         Over time and peak it gives the hardware utilisation (HFU); MFU wants the model's own FLOPs.
         """
         members = [len(group) for group in self.classes.members]
