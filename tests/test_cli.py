@@ -188,7 +188,9 @@ def test_a_step_that_does_not_fit_is_reported_with_status_3(capsys, tmp_path):
     assert "\nMatMulGradA " in out and f"\ntrace: {trace} " in out and json.loads(trace.read_text())
     assert all(PROGRESS.fullmatch(line) for line in err.splitlines()), err
     advice = [line for line in out.splitlines() if line.startswith("note: it would fit with ")]
-    assert advice and all(re.search(r"(tp|pp)=2.*: [\d.]+ ms, at most [\d.]+ GiB", line) for line in advice)
+    assert advice and all(
+        re.search(r"(tp|pp)=[248].*: [\d.]+ ms, at most [\d.]+ GiB", line) for line in advice
+    )
     assert main([*large, "--plan", "tp=8"]) == 0
     assert "memory        fits" in capsys.readouterr().out
     assert main([*large, "--partition", "single"]) == 0, "a forward pass needs no gradients"

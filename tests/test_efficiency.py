@@ -246,6 +246,24 @@ def test_a_breakdown_sums_to_the_step():
         simulation.breakdown("colour")
 
 
+def test_backward_and_updates_count_to_modules():
+    """Backward multiplies twice where forward does once, and what runs again once more; none is "other"."""
+    topology = load_cluster("dgx-a100")
+    model = differentiate(small_gpt(layers=4, batch=16), Adam())
+    ways = {}
+    for remat in ("none", "full"):
+        plan = Plan.parse(f"dp=2,tp=2,remat={remat}")
+        simulation = Simulator(CostModel(topology)).simulate(parallelize(model, plan, topology))
+        ways[remat] = simulation.breakdown("module")
+        assert ways[remat].get("other", 0.0) < 0.02 * simulation.step_time
+    forward = small_gpt(layers=4, batch=16)
+    alone = Simulator(CostModel(topology)).simulate(parallelize(forward, Plan.parse("dp=2,tp=2"), topology))
+    products = alone.breakdown("module")["mlp"]
+    assert ways["none"]["mlp"] > 2 * products
+    assert ways["full"]["mlp"] > ways["none"]["mlp"] + 0.8 * products
+    assert ways["none"]["updates"] > 0
+
+
 def test_hosts_of_compiled_kernels_are_known_by_themselves():
     """A chain of two small kernels is bound by its host, whatever its way of launching."""
     wide = ["device.uncertainty.host=0.1", "device.uncertainty.host_compiled=0.5"]

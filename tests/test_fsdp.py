@@ -250,8 +250,8 @@ def test_gradients_of_stages_are_scattered_once_a_step(pp: int, times: int) -> N
     """As torch's pipeline stages let FSDP do it, whole sums after the last backward pass; else each time."""
     joint, order = differentiate(small_mlp(layers=2), SGD()), schedule("1f1b", pp, 4)
     program = laid_out(joint, mesh_of(2, 1, pp), order, zero="zero=3")
-    counts = Simulator(CostModel(topology_of(2 * pp))).simulate(program).timeline.op_counts
-    scattered = [len(op.outputs) * n for op, _, n in counts if op.op_type == "MPIReduceScatter"]
+    counts = Simulator(CostModel(topology_of(2 * pp))).simulate(program).timeline.op_runs
+    scattered = [len(op.outputs) * n for op, _, n, _ in counts if op.op_type == "MPIReduceScatter"]
     assert sum(scattered) == 2 * times
     for use in program_memory(program).ranks:
         whole = 2 * use.by_kind["parameters"]

@@ -52,14 +52,14 @@ def test_norms_are_summed_over_tp_once_a_stage_where_they_are(zero):
     """As Megatron-LM's finalize_model_grads does: two of each of two layers, and one before the head; nothing
     of them goes to another stage."""
     plan = f"dp=2,tp=2,pp=2,microbatches=4,sp=on,zero={zero}"
-    counts = distsim.simulate(LLAMA, "dgx-h100", plan, 16, stack="megatron").timeline.op_counts
+    counts = distsim.simulate(LLAMA, "dgx-h100", plan, 16, stack="megatron").timeline.op_runs
     sums = [
         (rank, len(op.inputs), times)
-        for op, rank, times in counts
+        for op, rank, times, _ in counts
         if op.op_type == "MPIAllreduce" and op.attributes["axis"] == "tp" and op.inputs[0].type.rank == 1
     ]
     assert sorted(sums) == [(0, 4, 1), (1, 5, 1)]
-    assert {op.inputs[0].type.rank for op, _, _ in counts if op.op_type == "Send"} == {0, 3}
+    assert {op.inputs[0].type.rank for op, *_ in counts if op.op_type == "Send"} == {0, 3}
 
 
 def test_a_table_of_positions_is_whole_beside_sequence_parallelism():

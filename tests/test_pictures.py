@@ -5,9 +5,10 @@ import itertools
 
 import pytest
 from matplotlib.collections import PolyCollection
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from training_models import laid_out, mesh_of, small_mlp, topology_of
 
+import distsim
 from distsim.cost import CostModel
 from distsim.report import describe_schedule
 from distsim.report.schedule_picture import COLOURS, KIND_NAMES, Mark, chunk_of, colour_of, schedule_figure
@@ -113,6 +114,22 @@ def test_streams_have_a_row_each():
     )
     few = timeline_figure(simulation, rows=3, streams=True)
     assert f"; {len(labels) - 3} more rows not shown" in few.axes[0].get_title()
+
+
+def test_launches_are_not_drawn_as_communication():
+    plan = "dp=2,tp=2,pp=2,microbatches=2"
+    model = "gpt:layers=4,hidden=32,heads=2,seq=8,vocab=32"
+    figure = timeline_figure(distsim.simulate(model, "dgx-a100", plan, 8, kernels="eager"), streams=True)
+    shown = {text.get_text() for text in figure.legends[0].get_texts()}
+    assert {"communication", "launches by the host"} <= shown
+    labels = [label.get_text() for label in figure.axes[0].get_yticklabels()]
+    colours = {
+        to_hex(bar.get_facecolor()[0])
+        for bar in figure.axes[0].collections
+        for path in bar.get_paths()
+        if labels[round(path.vertices[:, 1].mean())].endswith("host")
+    }
+    assert colours == {COLOURS["launches by the host"]}
 
 
 @pytest.mark.parametrize("overlap", [True, False])

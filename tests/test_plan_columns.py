@@ -1,6 +1,8 @@
 """The one table of columns of plans: records, texts, notebooks and pages follow it."""
 
+import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -8,7 +10,8 @@ from training_models import small_mlp
 
 from distsim.hardware import load_cluster
 from distsim.plan_search import columns, search
-from distsim.plan_search.columns import PageCell, PlanColumn, page_cells, plan_columns
+from distsim.plan_search.columns import PageCell, PlanColumn, page_cells, plan_columns, record_of
+from distsim.plan_search.trial import PlanTrial
 from distsim.plan_search.views.page import plans_part
 from distsim.plan_search.views.text import best_table
 from distsim.report import page
@@ -42,6 +45,16 @@ def test_what_is_added_to_the_table_is_everywhere(found, monkeypatch):
     part = plans_part(found)
     assert dict(zip(part["columns"], part["rows"][0], strict=True))["week"] == week
     assert part["shown"][-1] == ["each week", "seconds", "week"]
+
+
+def test_the_interval_has_the_unit_of_the_step_and_what_is_left_is_of_what_is_usable(found):
+    """Of a step of 64.96 ms the interval stood in seconds, 0.0563 to 0.0749."""
+    trial = PlanTrial("dp=1", 0.06496, peak=60 << 30, usable=80.0 * 2**30, low=0.0563, high=0.0749)
+    made = {column.label: column for column in plan_columns(found.step)}
+    assert made["step"].text(trial) == "64.96 ms" and made["90 %"].text(trial) == "56.3 to 74.9 ms"
+    assert made["left"].text(trial) == "25%"
+    assert made["left"].text(replace(trial, usable=math.inf)) == "-"
+    assert record_of(found.step, trial)["usable_bytes"] == 80 * 2**30
 
 
 def test_a_page_shows_values_that_it_has_in_forms_that_it_knows(found):

@@ -1,9 +1,14 @@
 """What would make a plan fit: every remedy is a plan that fits, simulated, near the one that does not."""
 
+from dataclasses import replace
+from itertools import combinations
+
+import pytest
 from training_models import small_gpt, topology_of
 
 from distsim.compose import parallelize
 from distsim.cost import CostModel
+from distsim.ir import Link, Topology
 from distsim.plan import Plan
 from distsim.plan_search import PlanTrials, remedies
 from distsim.simulation import Simulator
@@ -11,8 +16,17 @@ from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 
+def with_hosts(count, **device):
+    """Devices of ``topology_of``, each with a link to its host."""
+    plain = topology_of(count, **device).devices
+    topology = Topology.of_devices([replace(each, host_link=Link(25e9)) for each in plain], [])
+    for a, b in combinations(topology.devices, 2):
+        topology.set_bandwidth(a, b, gbps=100.0)
+    return topology
+
+
 def advised(plan, memory, count=4, **options):
-    topology = topology_of(count, memory=memory)
+    topology = with_hosts(count, memory=memory)
     joint = differentiate(small_gpt(layers=4, batch=16), Adam())
     simulator = Simulator(CostModel(topology))
     built = []
@@ -36,12 +50,12 @@ def advised(plan, memory, count=4, **options):
 
 def peak_of(plan, count=4):
     joint = differentiate(small_gpt(layers=4, batch=16), Adam())
-    return max(program_memory(parallelize(joint, plan, topology_of(count))).peaks)
+    return max(program_memory(parallelize(joint, plan, with_hosts(count))).peaks)
 
 
 def test_one_change_is_enough_where_little_is_missing():
     plan = Plan(dp=4)
-    changes, *_ = advised(plan, peak_of(plan) - 1, most=10)
+    changes, *_ = advised(plan, peak_of(plan) - 1, most=20)
     assert {"remat=full", "zero=3", "microbatches=2", "tp=2, dp=2"} <= set(changes)
     assert len(advised(plan, peak_of(plan) - 1)[0]) == 3
 
@@ -64,3 +78,23 @@ def test_without_time_nothing_is_tried_and_that_is_said():
     plan = Plan(dp=4)
     changes, _, built, untried = advised(plan, peak_of(plan) - 1, seconds=-1.0)
     assert (changes, built) == ([], 0) and untried >= 4
+
+
+def test_idle_devices_divide_parameters_and_layers_go_to_the_host():
+    """What a plan without ranks wants first, and one whose parameters are divided already."""
+    divided = peak_of(Plan(dp=4, zero=3, remat="full"))
+    changes, *_ = advised(Plan(), divided, most=20)
+    assert "remat=full, dp=4, zero=3" in changes
+    narrow = peak_of(Plan(tp=4), 4)
+    assert "tp=4" in advised(Plan(), narrow, most=20)[0]
+    changes, *_ = advised(Plan(), peak_of(Plan(offload=4), 1), count=1, most=20)
+    assert "offload=4" in changes
+
+
+def test_where_nothing_fits_it_is_said_what_was_looked_at():
+    topology = with_hosts(2, memory=1000)
+    joint = differentiate(small_gpt(layers=4, batch=16), Adam())
+    trials = PlanTrials(joint, topology, lambda _: pytest.fail("there is no room"), pytest.fail)
+    found = remedies(Plan(), trials)
+    assert not found.fit and not found.untried and found.looked_at > 10
+    assert {"remat", "zero", "dp", "microbatches", "tp", "pp", "offload"} <= set(found.fields)

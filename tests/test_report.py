@@ -9,10 +9,11 @@ from itertools import pairwise
 import pytest
 from executor_models import cluster
 
+import distsim
 from distsim.compose import parallelize
 from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
-from distsim.ir import Float, FunctionMaker, Mesh, Role, Tensor, Topology
+from distsim.ir import Float, FunctionMaker, Mesh, Op, Role, Tensor, Topology
 from distsim.models import gpt
 from distsim.plan import Plan
 from distsim.report import plot_timeline, summarize, write_trace
@@ -284,3 +285,32 @@ def test_a_long_function_is_traced_in_parts(tmp_path):
     assert {span.path for span in spans} == {"a%d", "b"}
     assert [event["args"]["correlation"] for event in slices] == list(range(40_000))
     assert [round(event["ts"] * 1000) for event in slices] == [round(span.start * 1e9) for span in spans]
+
+
+@pytest.mark.parametrize("plan", ["pp=2,microbatches=6", "pp=2,chunks=2,microbatches=4,schedule=interleaved"])
+@pytest.mark.parametrize("kernels", ["ops", "eager"])
+def test_the_table_of_operators_counts_calls_of_blocks_and_is_that_of_the_spans(monkeypatch, plan, kernels):
+    """Spans grow with the microbatches: a thousand of them were walked for many seconds."""
+    model = "gpt:layers=4,hidden=32,heads=2,seq=8,vocab=32"
+    simulation = distsim.simulate(model, "dgx-a100", plan=f"dp=2,tp=2,{plan}", batch=48, kernels=kernels)
+    found: dict[tuple[Op, int], tuple[int, float]] = {}
+    for span in simulation.spans():
+        key = span.op, span.stream.rank_class
+        times, seconds = found.get(key, (0, 0.0))
+        found[key] = times + 1, seconds + span.end - span.start
+    counted: dict[tuple[Op, int], tuple[int, float]] = {}
+    for op, rank_class, times, seconds in simulation.timeline.op_runs:
+        before = counted.get((op, rank_class), (0, 0.0))
+        counted[op, rank_class] = before[0] + times, before[1] + seconds
+    assert counted == found  # exactly: durations are on a grid
+    monkeypatch.setattr(distsim.Simulation, "spans", None)
+    assert "operator" in summarize(simulation)
+
+
+@pytest.mark.parametrize("ep", [1, 2])
+def test_of_experts_on_several_ranks_it_is_said_what_hfu_counts(ep):
+    """It rose with the imbalance, as ranks that wait for the busiest count as if they worked."""
+    model = "moe:layers=2,hidden=64,heads=8,seq=8,vocab=32,experts=4,concentration=0.5"
+    summary = summarize(distsim.simulate(model, "dgx-a100", plan=f"dp=2,ep={ep}", batch=8))
+    (hfu,) = [line for line in summary.splitlines() if line.startswith("HFU")]
+    assert ("experts of each rank as those of the busiest" in hfu) == (ep > 1)

@@ -239,6 +239,8 @@ def test_what_is_given_goes_before_what_is_sensible():
     assert {plan.tp for plan in space(most_tp=2).plans} == {1, 2}
     assert {plan.remat for plan in space("remat=every:2|none").plans} == {"every:2", "none"}
     assert {plan.schedule for plan in space("schedule=*,pp=2").plans} > {"zb_h1", "dualpipe", "gpipe"}
+    pairs = {(p.schedule, p.chunks) for p in space("schedule=1f1b|interleaved,chunks=1|2,pp=2").plans}
+    assert pairs == {("1f1b", 1), ("interleaved", 2)}, "interleaved with one chunk is 1f1b"
     assert {8 // plan.dp // plan.microbatches for plan in space("microbatch_size=2").plans} == {2}
     assert {plan.microbatches for plan in space("microbatches=4,dp=1|2").plans} == {4}
 

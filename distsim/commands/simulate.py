@@ -205,7 +205,8 @@ def _advice(step: SimulatedStep, progress: Progress) -> list[str]:
             f"{count_of(found.untried, 'plan')} with one or two changes not tried within {SEARCH_SECONDS:g} s"
         )
         return [*(notes or ["no plan was found that fits"]), left]
-    return notes or ["no plan with one or two changes fits"]
+    tried = f"{count_of(found.looked_at, 'plan')} with one or two changes of {', '.join(found.fields)}"
+    return notes or [f"of {tried}, none fits; search looks at others too"]
 
 
 def _tell(options: argparse.Namespace, progress: Progress, step: StepReport) -> int:

@@ -31,6 +31,8 @@ class FunctionMaker:
         self.ops: list[Op] = []
         self.outputs: list[Value] | None = None
         self.module = ""
+        self.origin = ""
+        """The name of ops that are added without one where no module is."""
         self._defined: set[Value] = set()
         self._typed: set[Op] = set()  # made by the rules of their operators
 
@@ -102,7 +104,7 @@ class FunctionMaker:
         outputs = tuple([Value(n, t) for n, t in zip(names, made, strict=True)])
         if self.module and not name and outputs:
             name = f"{self.module}/{outputs[0].name}"
-        op = Op(op_type, values, outputs, attrs, callees, version, name)
+        op = Op(op_type, values, outputs, attrs, callees, version, name or self.origin)
         self.ops.append(op)
         self._typed.add(op)
         self._defined.update(outputs)

@@ -6,6 +6,7 @@ A new figure is a line of :func:`plan_columns`; what it is read off is a field o
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from distsim.plan import Plan
 from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.trial import PlanTrial
 from distsim.simulation.explain.text import rate_text, seconds_text
-from distsim.simulation.quantities import bytes_label
+from distsim.simulation.quantities import bytes_label, time_scale
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def _speed(step: SearchedStep) -> tuple[PlanColumn, ...]:
             record="high_s",
             name="high",
             text=_interval,
-            label="90 %, s",
+            label="90 %",
             page=PageCell(5, "90 %", "interval", ("low", "high")),
         ),
         PlanColumn(
@@ -137,6 +138,7 @@ def _memory() -> tuple[PlanColumn, ...]:
         PlanColumn(
             lambda trial: trial.missing if trial.peak else None, record="missing_bytes", name="missing"
         ),
+        PlanColumn(_usable, record="usable_bytes", text=_left, label="left", html="left"),
     )
 
 
@@ -171,7 +173,21 @@ def _figure(
 
 
 def _interval(trial: PlanTrial) -> str:
-    return f"{trial.low:.3g} to {trial.high:.3g}" if trial.high else "-"
+    """Return between which times a step is to be expected, in the unit of its own."""
+    if not trial.high:
+        return "-"
+    scale, unit = time_scale(trial.seconds)
+    return f"{trial.low / scale:.3g} to {trial.high / scale:.3g} {unit}"
+
+
+def _usable(trial: PlanTrial) -> float | None:
+    return trial.usable if trial.peak and math.isfinite(trial.usable) else None
+
+
+def _left(trial: PlanTrial) -> str:
+    """Return which share of what is usable is left on the fullest device; "-" if it has more than others."""
+    usable = _usable(trial)
+    return "-" if not usable or trial.peak > usable else f"{1 - trial.peak / usable:.0%}"
 
 
 def _fate(trial: PlanTrial) -> str:

@@ -376,7 +376,7 @@ class PlanEvaluator:
         """
         members = simulation.classes.members
         total = 0.0
-        for op, rank_class, times in simulation.timeline.op_counts:
+        for op, rank_class, times, _ in simulation.timeline.op_runs:
             if is_product(op):
                 signature = signature_of(op)
                 least = min(self.costs.seconds(signature, (device,)) for device in self._kinds)

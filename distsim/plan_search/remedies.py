@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, product
 
-from distsim.errors import DistsimError
+from distsim.errors import DistsimError, PlanError
 from distsim.ir import Function, Role, Topology
 from distsim.plan import Plan
+from distsim.plan_search.space import ModelTraits
 from distsim.program.program import Program
 from distsim.simulation import Simulation
 from distsim.simulation.memory.program_memory import program_memory
@@ -20,7 +22,10 @@ Change = dict[str, object]
 """Fields of a plan, and what they become."""
 
 SPLITS = (2, 4, 8)
-"""By how much the microbatches of a plan are made smaller."""
+"""By how much the microbatches of a plan are made smaller, and what is on each rank of tp or pp."""
+
+OFFLOADED = (4, 2, 1)
+"""Of how many layers of a stage one is offloaded."""
 
 SEARCH_SECONDS = 20.0
 """How long plans are looked for: a few times what the plan itself took, where it was a large one."""
@@ -41,10 +46,15 @@ class Remedy:
 
 @dataclass(frozen=True)
 class Remedies:
-    """Plans that fit, the fastest first, and how many were not tried as there was no time left."""
+    """Plans that fit, the fastest first, and how many were not tried as there was no time left.
+
+    ``looked_at`` counts those that were tried, or cannot fit; ``fields`` are what they change.
+    """
 
     fit: tuple[Remedy, ...]
     untried: int
+    looked_at: int = 0
+    fields: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,15 +70,16 @@ class PlanTrials:
 def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEARCH_SECONDS) -> Remedies:
     """Return up to ``most`` plans that fit on the devices and differ little.
 
-    One change is tried at a time: recomputing, parameters divided over dp, smaller microbatches, and tensor
-    or pipeline ranks in the place of data-parallel ones (or on devices that are idle). Where fewer than
-    ``most`` of them are enough, two at once. A change that the function or the batch does not allow is left
+    One change is tried at a time: recomputing, parameters divided over dp (which takes in devices that are
+    idle), smaller microbatches, tensor or pipeline ranks in the place of data-parallel ones (or on devices
+    that are idle), and activations of some layers, or of all, on the host. Where fewer than ``most`` of them
+    are enough, two at once. A change that the function or the batch does not allow is left
     out; so is one after which parameters and state alone, divided without a rest, are more than a device has.
     Of the others memory is counted, and those that fit are simulated. No plan is begun that would end after
     ``seconds`` if it took as long as the longest so far.
     """
     search = _RemedySearch(plan, trials, seconds)
-    changes = list(_changes(plan, len(trials.topology.devices)))
+    changes = list(_changes(plan, trials))
     found = search.try_all(changes)
     if len(found) < most:
         pairs = [one | two for one, two in combinations(changes, 2) if one.keys().isdisjoint(two)]
@@ -77,29 +88,47 @@ def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEA
         pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
         found += search.try_all(pairs)
     fastest = sorted(found, key=lambda remedy: remedy.step_time)[:most]
-    return Remedies(tuple(fastest), search.untried)
+    fields = tuple(dict.fromkeys(name for change in changes for name in change))
+    return Remedies(tuple(fastest), search.untried, search.looked_at, fields)
 
 
-def _changes(plan: Plan, devices: int) -> Iterator[Change]:
+def _changes(plan: Plan, trials: PlanTrials) -> Iterator[Change]:
     """Yield the single changes."""
+    idle = len(trials.topology.devices) // plan.devices
     if plan.remat == "none":
         yield {"remat": "attention"}
     if plan.remat != "full":
         yield {"remat": "full"}
+    # With layers for buckets, and nothing to gather after the update.
+    without: Change = {"zero": 3, "bucket": "auto", "overlap_params": "off"}
+    divided: Change = {name: own for name, own in without.items() if getattr(plan, name) != own}
+    if idle > 1:
+        yield {"dp": plan.dp * idle} | divided
     if plan.dp > 1 and plan.zero < 3:
-        # With layers for buckets, and nothing to gather after the update.
-        without: Change = {"bucket": "auto", "overlap_params": "off"}
-        yield {"zero": 3} | {name: own for name, own in without.items() if getattr(plan, name) != own}
+        yield divided
     elif plan.dp > 1 and plan.reshard not in ("always", "blocking"):
         yield {"reshard": "always"}
     for parts in SPLITS:
         yield {"microbatches": plan.microbatches * parts}
-    for axis in ("tp", "pp"):
-        degree = 2 * getattr(plan, axis)
-        if plan.dp % 2 == 0:
-            yield {axis: degree, "dp": plan.dp // 2}
-        elif 2 * plan.devices <= devices:
+    for axis, parts in product(("tp", "pp"), SPLITS):
+        degree = parts * getattr(plan, axis)
+        if plan.dp % parts == 0:
+            yield {axis: degree, "dp": plan.dp // parts}
+        elif parts <= idle:
             yield {axis: degree}
+    if all(device.host_link is not None for device in trials.topology.devices):
+        layers = _layers_of_a_stage(plan, trials.function)
+        for count in dict.fromkeys(layers // parts for parts in OFFLOADED):
+            if count > plan.offload:
+                yield {"offload": count}
+
+
+def _layers_of_a_stage(plan: Plan, function: Function) -> int:
+    """Return how many layers the largest stage has; 0 if the function has none that repeat."""
+    try:
+        return math.ceil(ModelTraits.of(function).every_layer / (plan.pp * plan.chunks))
+    except PlanError:  # without a batch
+        return 0
 
 
 def _changed(plan: Plan, change: Change) -> Plan | None:
@@ -119,17 +148,22 @@ class _RemedySearch:
     begin: float = field(default_factory=time.monotonic)
     longest: float = 0.0
     untried: int = 0
+    looked_at: int = 0
 
     def try_all(self, changes: Sequence[Change]) -> list[Remedy]:
         found: list[Remedy] = []
         for change in changes:
             other = _changed(self.plan, change)
-            if other is None or not self._has_room(other):
+            if other is None or other.devices > len(self.trials.topology.devices):
+                continue
+            if not self._has_room(other):
+                self.looked_at += 1
                 continue
             start = time.monotonic()
             if start + self.longest > self.begin + self.seconds:
                 self.untried += 1
                 continue
+            self.looked_at += 1
             remedy = self._try(other, ", ".join(f"{name}={value}" for name, value in change.items()))
             self.longest = max(self.longest, time.monotonic() - start)
             found += [] if remedy is None else [remedy]

@@ -46,10 +46,13 @@ class Stand:
     """How far a search is: plans done of ``plans``, those that were tried, and the seconds it took.
 
     How long the rest takes is said once a round was tried: the first plans are the slowest, of which others
-    take over what is derived, and none is discarded before them.
+    take over what is derived, and none is discarded before them. As many of the rest may be discarded as so
+    far, or none: it is said how long both take.
 
     >>> print(Stand(30, 90, 24, 10.0))
-    30 of 90 plans, 24 tried, 3.0 plans/s, about 20 s left
+    30 of 90 plans, 24 tried, 3.0 plans/s, 20 to 25 s left
+    >>> print(Stand(980, 990, 49, 49.0))  # discarding took no time: what is left may be the slow ones
+    980 of 990 plans, 49 tried, 20.0 plans/s, 0 to 10 s left
     """
 
     done: int
@@ -60,7 +63,10 @@ class Stand:
     def __str__(self) -> str:
         rate = self.done / self.seconds if self.seconds else 0.0
         known = rate and self.tried >= ROUND[0] and self.done < self.plans
-        left = f", about {(self.plans - self.done) / rate:.0f} s left" if known else ""
+        left = ""
+        if known:
+            rest = self.plans - self.done
+            left = f", {rest / rate:.0f} to {rest * self.seconds / self.tried:.0f} s left"
         return f"{self.done} of {self.plans} plans, {self.tried} tried, {rate:.1f} plans/s{left}"
 
 

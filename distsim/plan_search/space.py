@@ -304,6 +304,8 @@ class PlanSpace:
             chunks = self._values("chunks") if "chunks" in self.sets else CHUNKS
             if takes is not None:
                 chunks = (takes,) if "chunks" not in self.sets or takes in chunks else ()
+            if name == "interleaved" and "1f1b" in self._values("schedule") and len(chunks) > 1:
+                chunks = [count for count in chunks if count > 1]  # with one it is 1f1b
             for count in chunks:
                 if "chunks" in self.sets or count == 1 or not layers or pp * count <= layers:
                     yield (("schedule", name), ("chunks", count))

@@ -16,11 +16,14 @@ from distsim.report.output import check_format, replacing
 from distsim.schedule import Cell, Kind, Schedule
 from distsim.simulation.schedule_times import ScheduleTimes
 
+COMMUNICATION, LAUNCHES = "communication", "launches by the host"
+
 COLOURS = {
     **{kind.phase: kind.colour for kind in Kind},
     "update": "#cc79a7",
     "other computation": "#999999",
-    "communication": "#333333",
+    COMMUNICATION: "#333333",
+    LAUNCHES: "#8c564b",
 }
 """What is drawn, and its colour."""
 
@@ -178,8 +181,8 @@ def _write_numbers(axes: Any, boxes: Sequence[Box], chunks: int, bottom: float, 
         )
 
 
-def legend(figure: Any, marks: Iterable[Mark], chunks: int, communication: bool = False) -> None:
-    """Draw the legend of the kinds that occur, with a patch for each stage of a rank."""
+def legend(figure: Any, marks: Iterable[Mark], chunks: int, besides: Iterable[str] = ()) -> None:
+    """Draw the legend of the kinds that occur, with a patch for each stage of a rank, and what is besides."""
     from matplotlib.legend_handler import HandlerTuple
     from matplotlib.patches import Patch
 
@@ -192,9 +195,9 @@ def legend(figure: Any, marks: Iterable[Mark], chunks: int, communication: bool 
             colours = [colour_of(Mark(kind, -1, chunk), chunks) for chunk in own]
             handles.append(tuple([Patch(facecolor=c, edgecolor="black", linewidth=0.3) for c in colours]))
             labels.append(name)
-    if communication:
-        handles.append((Patch(color=COLOURS["communication"]),))
-        labels.append("communication")
+    for name in besides:
+        handles.append((Patch(color=COLOURS[name]),))
+        labels.append(name)
     if any(chunk for _, chunk in shown):
         handles.append((Patch(alpha=0),))
         labels.append("(lighter: later stages of a rank)")

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from statistics import median
 
+from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Device, Op
 from distsim.ops import op_label, operator
 from distsim.report.labels import ranks_label
@@ -98,13 +99,19 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
         return []
     shares = (
         ("MFU", model_flops, "the model's products, of attention all pairs"),
-        ("HFU", simulation.flops, "all that kernels do"),
+        ("HFU", simulation.flops, f"all that kernels do{_as_the_busiest(simulation)}"),
     )
     return [
         f"{name}           {peak.share(flops, simulation.step_period):.1%} of {peak}: {counted}"
         for name, flops, counted in shares
         if flops is not None
     ]
+
+
+def _as_the_busiest(simulation: Simulation) -> str:
+    """Say of a step with experts on several ranks that all count as the busiest, for which they wait."""
+    axes = {str(op.attributes.get("axis", "")) for op, *_ in simulation.timeline.op_runs if communicates(op)}
+    return ", experts of each rank as those of the busiest" if EXPERT in axes else ""
 
 
 def memory_lines(simulation: Simulation) -> list[str]:
@@ -194,12 +201,12 @@ def _operator_table(simulation: Simulation) -> list[str]:
     seconds: dict[str, float] = {}
     counts: dict[str, int] = {}
     members = simulation.classes.members
-    for span in simulation.spans():
-        name = op_label(span.op)
-        devices = len(members[span.stream.rank_class])
-        seconds[name] = seconds.get(name, 0.0) + (span.end - span.start) * devices
-        counts[name] = counts.get(name, 0) + devices
-    kinds = {op_label(op): _kind(op) for op, _, _ in simulation.timeline.op_counts}
+    kinds: dict[str, str] = {}
+    for op, rank_class, times, taken in simulation.timeline.op_runs:
+        name, devices = op_label(op), len(members[rank_class])
+        seconds[name] = seconds.get(name, 0.0) + taken * devices
+        counts[name] = counts.get(name, 0) + times * devices
+        kinds[name] = _kind(op)
     total = sum(seconds.values()) or 1.0
     names = sorted(seconds, key=lambda name: -seconds[name])
     rows = [

@@ -14,7 +14,16 @@ from distsim.program.program import Program
 from distsim.program.table import UPDATE
 from distsim.report.labels import ranks_label, stream_label
 from distsim.report.output import check_format, replacing
-from distsim.report.schedule_picture import COLOURS, Box, Mark, chunk_of, draw_boxes, legend
+from distsim.report.schedule_picture import (
+    COLOURS,
+    COMMUNICATION,
+    LAUNCHES,
+    Box,
+    Mark,
+    chunk_of,
+    draw_boxes,
+    legend,
+)
 from distsim.schedule import LETTERS
 from distsim.simulation import Simulation
 from distsim.simulation.calls import CallTime, call_times, communication_times
@@ -112,15 +121,23 @@ def _draw_program(
         row = next((shown[call.rank_class, name] for name in names if (call.rank_class, name) in shown), None)
         if row is not None:
             boxes += _boxes(row, call, chunks, scale)
-    strips = {
-        row: [piece for kind, pieces in bars[key].items() if kind != "compute" for piece in pieces]
-        for key, row in shown.items()
-    }
     low, high = _STRIP if by_rank else _CALL
-    _draw_bars(axes, strips, low, high - low, scale)
+    drawn: list[str] = []
+    for what in (COMMUNICATION, LAUNCHES):
+        strips = {
+            row: [piece for kind, own in bars[key].items() if _shown_as(kind) == what for piece in own]
+            for key, row in shown.items()
+        }
+        _draw_bars(axes, strips, (low, high - low), scale, COLOURS[what])
+        drawn += [what] if any(strips.values()) else []
     marks = [mark for box in boxes for mark in box.marks]
-    legend(axes.figure, marks, program.schedule.chunks, any(strips.values()))
+    legend(axes.figure, marks, program.schedule.chunks, drawn)
     draw_boxes(axes, boxes, program.schedule.chunks, *_CALL)
+
+
+def _shown_as(kind: str) -> str:
+    """Return what the bars of a kind are called beside calls; "" for computation, which these are."""
+    return {"compute": "", "launch": LAUNCHES}.get(kind, COMMUNICATION)
 
 
 def _boxes(row: int, call: CallTime, chunks: Sequence[int], scale: float) -> Iterator[Box]:
@@ -132,12 +149,15 @@ def _boxes(row: int, call: CallTime, chunks: Sequence[int], scale: float) -> Ite
         yield Box(row, part[0] / scale, part[1] / scale, shown)
 
 
-def _draw_bars(axes: Any, strips: dict[int, Intervals], low: float, height: float, scale: float) -> None:
+def _draw_bars(
+    axes: Any, strips: dict[int, Intervals], place: tuple[float, float], scale: float, colour: str
+) -> None:
+    """Draw the pieces of each row; ``place`` is where in it, and how high."""
     finest = axes.get_xlim()[1] * _FINEST
     for row, pieces in strips.items():
         widths = [(start / scale, max((end - start) / scale, finest)) for start, end in pieces]
         # Not moved to whole dots, of which the shortest would have none: many of them make it grey.
-        axes.broken_barh(widths, (row + low, height), facecolors=COLOURS["communication"], snap=False)
+        axes.broken_barh(widths, (row + place[0], place[1]), facecolors=colour, snap=False)
 
 
 def marks_of(name: str, chunks: Sequence[int]) -> tuple[Mark, ...]:
@@ -195,7 +215,7 @@ def _bars_of_ranks(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
     """Return per rank class when it communicates, in seconds."""
     times = communication_times(simulation, simulation.step_time * _FINEST / 4)
     classes = range(len(simulation.classes.members))
-    return {(number, ""): {"communication": list(times.get(number, ()))} for number in classes}
+    return {(number, ""): {COMMUNICATION: list(times.get(number, ()))} for number in classes}
 
 
 def _label(simulation: Simulation, rank_class: int, stream: str) -> str:

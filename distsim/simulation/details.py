@@ -7,7 +7,6 @@ from functools import cached_property
 
 import numpy as np
 
-from distsim.ir import Op
 from distsim.program.table import BoundBlock, Table
 from distsim.simulation.maxplus.engine import ProgramRun
 from distsim.simulation.maxplus.kernels import evaluate
@@ -18,7 +17,7 @@ from distsim.simulation.tasks.block_matrix import BlockTasks
 from distsim.simulation.tasks.rank_classes import RankClasses
 from distsim.simulation.tasks.streams import Stream
 from distsim.simulation.tasks.templates import Floats
-from distsim.simulation.tasks.timeline import Piece, names_of
+from distsim.simulation.tasks.timeline import OpRuns, Piece, names_of, op_runs
 
 
 class ProgramTimeline:
@@ -72,11 +71,11 @@ class ProgramTimeline:
         return tuple(found)
 
     @property
-    def op_counts(self) -> Sequence[tuple[Op, int, int]]:
+    def op_runs(self) -> Sequence[OpRuns]:
         """Every op on every class on which it is run."""
-        found: list[tuple[Op, int, int]] = []
+        found: list[OpRuns] = []
         for product, times in zip(self.products, self._calls, strict=True):
-            found += self._counts(product, times)
+            found += self._runs(product, times)
         return found
 
     def __len__(self) -> int:
@@ -169,15 +168,16 @@ class ProgramTimeline:
                     found[place] = given[op]
         return found
 
-    def _counts(self, product: Product, times: int) -> list[tuple[Op, int, int]]:
-        tasks, count = product.tasks, len(self.classes.members)
+    def _runs(self, product: Product, times: int) -> list[OpRuns]:
+        """Return the ops of a block, which take as long in each call."""
+        tasks = product.tasks
         classes = np.array([stream.rank_class for stream in product.shown], np.int64)
         if self.block_of(product).function is None:
-            return [(tasks.op_table[0], c, times) for c in dict.fromkeys(classes.tolist())]
+            seconds = float(tasks.durations[0])
+            runs = [(c, times, seconds * times) for c in dict.fromkeys(classes.tolist())]
+            return [OpRuns(tasks.op_table[0], *each) for each in runs]
         use = np.repeat(np.arange(len(tasks)), np.diff(tasks.stream_start))
-        keys, runs = np.unique(tasks.op[use] * count + classes[tasks.streams], return_counts=True)
-        pairs = zip(keys.tolist(), runs.tolist(), strict=True)
-        return [(tasks.op_table[key // count], key % count, n * times) for key, n in pairs]
+        return op_runs(tasks.op_table, tasks.op[use], classes[tasks.streams], tasks.durations[use], times)
 
 
 def expand(tasks: BlockTasks, ports: Floats, clocks: Floats) -> tuple[Floats, Floats]:

@@ -251,15 +251,16 @@ class Simulation:
     def flops(self) -> float:
         """FLOPs executed in the step on all devices, with what is recomputed or replicated.
 
+        Ranks of experts do in lock step what the busiest does: their waiting for it counts as its work.
         Over time and peak it gives the hardware utilisation (HFU); MFU wants the model's own FLOPs.
         """
         members = [len(group) for group in self.classes.members]
-        return float(sum(_op_flops(op) * members[c] * times for op, c, times in self.timeline.op_counts))
+        return float(sum(_op_flops(op) * members[c] * times for op, c, times, _ in self.timeline.op_runs))
 
     @cached_property
     def peak_rate(self) -> PeakRate:
         """The FLOP/s that utilisation is a share of."""
-        return PeakRate.of((op for op, _, _ in self.timeline.op_counts), list(self.timestamps))
+        return PeakRate.of((each.op for each in self.timeline.op_runs), list(self.timestamps))
 
     @property
     def mfu(self) -> float:
@@ -303,8 +304,8 @@ class Simulation:
         simulated = self.simulated
         if isinstance(simulated, Program):
             return any(backward.function.ops for _, backward, _ in simulated.parts.blocks)
-        ops = self.timeline.op_counts
-        return any(op.op_type.endswith("Grad") for op, _, _ in ops) or brings_backward(simulated)
+        ops = [each.op for each in self.timeline.op_runs]
+        return any(op.op_type.endswith("Grad") for op in ops) or brings_backward(simulated)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as what JSON has; those of the step and its speed are None where not known."""

@@ -9,15 +9,21 @@ from distsim.cost.efficiency import element_type, kind_of_work
 from distsim.errors import SimulationError
 from distsim.ir import Function, Op
 from distsim.ir.module_names import module_of
-from distsim.ops import operator, signature_of, work
+from distsim.ops import op_label, operator, signature_of, work
+from distsim.ops.kernel import MULTI_TENSOR
+from distsim.ops.training import AVERAGE, NORM, ZERO_SUMS
 from distsim.program.program import Program
 from distsim.program.table import SEND, UPDATE
 from distsim.schedule import LETTERS, Kind
 from distsim.simulation.explain.critical_path import kind_of, sums
 from distsim.simulation.explain.walk import critical_path
+from distsim.simulation.tasks.rank_classes import communicates
 from distsim.simulation.tasks.timeline import Timeline
 
-HOST, OTHER, SLOWED = "host", "other", "slowed by collectives"
+HOST, OTHER, SLOWED, UPDATES = "host", "other", "slowed by collectives", "updates"
+
+STEP_OPS = MULTI_TENSOR | {AVERAGE, NORM, ZERO_SUMS, "GradientFactor"}
+"""What runs once a step, of the parameters of many modules together."""
 
 PHASES = {
     **{kind.value: kind.phase for kind in Kind},
@@ -30,9 +36,10 @@ def breakdown(timeline: Timeline, simulated: Function | Program, by: str) -> Map
     """Return the seconds of a step by part, most first; they sum to the step time.
 
     ``by``: ``operator``; ``kind`` of work (:data:`distsim.ir.device.KINDS_OF_WORK`, collectives by their
-    kind, ``host`` for launches, and what computation loses to collectives); ``module`` of the model, where
-    ops have one; ``phase``; or ``axis`` of the mesh, ``compute`` for what communicates over none. Raises
-    :class:`SimulationError` for another.
+    kind, ``host`` for launches, and what computation loses to collectives); ``module`` of the model, backward
+    pass, recomputation and collectives included (what is of many modules, as ``updates`` and collectives of
+    gradients in buckets, apart); ``phase``; or ``axis`` of the mesh, ``compute`` for what communicates over
+    none. Raises :class:`SimulationError` for another.
     """
     if by == "phase" and not isinstance(simulated, Program):
         raise SimulationError(f"{simulated.name} is a Function, which has no phases; simulate a Program")
@@ -67,7 +74,16 @@ def _kind(op: Op) -> str:
 
 
 def _module(op: Op) -> str:
-    return HOST if operator(op.op_type).issues else module_of(op) or OTHER
+    meaning = operator(op.op_type)
+    if meaning.issues:
+        return HOST
+    if meaning.stalls:
+        return SLOWED
+    if module := module_of(op):
+        return module
+    if communicates(op):
+        return kind_of(op)
+    return UPDATES if op_label(op) in STEP_OPS else OTHER
 
 
 def _axis(op: Op) -> str:

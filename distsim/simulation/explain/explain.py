@@ -53,7 +53,7 @@ def _loads(simulation: Simulation) -> tuple[StageLoad, ...]:
 
 def _free(simulation: Simulation, path: CriticalPath) -> Iterator[tuple[str, float]]:
     """Yield (change, step time) with one thing free at a time, of those that occur."""
-    ops = list(dict.fromkeys(op for op, _, _ in simulation.timeline.op_counts))
+    ops = list(dict.fromkeys(each.op for each in simulation.timeline.op_runs))
     moving = [op for op in ops if communicates(op)]
     axes = dict.fromkeys(str(op.attributes["axis"]) for op in moving if "axis" in op.attributes)
     free: list[tuple[str, what_if.Frees]] = []

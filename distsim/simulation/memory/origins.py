@@ -1,7 +1,7 @@
 """Origins: the module of the model that a value comes from (:mod:`distsim.ir.module_names`).
 
-What an op without a module makes by moving, casting or showing a value comes from where that value does; what
-it computes, gradients above all, has no origin.
+What an op without a module, or added by a transform, makes by moving, casting or showing a value comes from
+where that value does; what it computes, gradients above all, has no origin.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping
 
 from distsim.cache import Cache
 from distsim.ir import Function, Op, Role, Value
-from distsim.ir.module_names import module_of
+from distsim.ir.module_names import is_added, module_of
 from distsim.ops import operator
 from distsim.ops.coalescing import moved_values
 
@@ -21,7 +21,9 @@ OTHER = "other"
 """What ops without a module compute: gradients on their way, models without names."""
 
 _OF_INPUTS = {Role.PARAMETER: "weights", Role.STATE: "state", Role.CONSTANT: "constants", Role.INPUT: "data"}
-_MOVES = frozenset(("Cast", "Concat", "Expand", "Identity", "Send", "Slice", "Split", "Transpose"))
+_MOVES = frozenset(
+    ("Cast", "Concat", "Expand", "Float8Cast", "Identity", "Send", "Slice", "Split", "Transpose")
+)
 _MOVES_EACH = frozenset(("AverageGradients", "CopyIn", "CopyOut"))
 """What does so to several values, each of which has its result."""
 
@@ -55,7 +57,7 @@ def _origins(function: Function, given: Mapping[Value, Origin]) -> dict[Value, O
                 else:
                     found[value] = None if inner is None else found[op.inputs[inner]]
             continue
-        own = module_of(op)
+        own = "" if is_added(op) else module_of(op)
         if op.op_type in _MOVES_EACH:
             found.update({made: found[v] for v, made in zip(op.inputs, op.outputs, strict=True)})
             continue

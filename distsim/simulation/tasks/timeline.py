@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -55,6 +55,31 @@ def names_of(calls: Sequence[Op | None]) -> list[str]:
     return ["" if op is None else op.name or op.callee.name for op in calls]
 
 
+class OpRuns(NamedTuple):
+    """How often an op is run on each device of a rank class, and how many seconds all of that takes."""
+
+    op: Op
+    rank_class: int
+    times: int
+    seconds: float
+
+
+def op_runs(
+    op_table: Sequence[Op], ops: Ints, classes: Ints, seconds: Floats, times: int = 1
+) -> list[OpRuns]:
+    """Return the runs of each op on each class where ``times`` times op ``ops[i]`` takes ``seconds[i]`` on
+    class ``classes[i]``.
+    """
+    count = int(classes.max(initial=0)) + 1
+    keys, place, runs = np.unique(ops * count + classes, return_inverse=True, return_counts=True)
+    taken: list[float] = np.bincount(place, seconds, len(keys)).tolist()
+    numbers: list[int] = keys.tolist()
+    return [
+        OpRuns(op_table[key // count], key % count, n * times, sum_ * times)
+        for key, n, sum_ in zip(numbers, runs.tolist(), taken, strict=True)
+    ]
+
+
 class Timeline(Protocol):
     """What one run of an engine found."""
 
@@ -84,8 +109,8 @@ class Timeline(Protocol):
         ...
 
     @property
-    def op_counts(self) -> Sequence[tuple[Op, int, int]]:
-        """(op, rank class, times): every op that is run, and how often on each class.
+    def op_runs(self) -> Sequence[OpRuns]:
+        """Every op that is run, how often and how long on each class.
 
         An op that several classes run together, as a Send does on both its ends, is listed on each.
         """
@@ -136,15 +161,11 @@ class FlatTimeline:
         return self.tasks.stream_table
 
     @property
-    def op_counts(self) -> Sequence[tuple[Op, int, int]]:
+    def op_runs(self) -> Sequence[OpRuns]:
         """Every op on every class on which it is run."""
-        count = len(self.classes.members)
-        keys, times = np.unique(
-            self.tasks.op[self._task_of_use] * count + self._class_of_use, return_counts=True
-        )
-        numbers: list[int] = keys.tolist()
-        pairs = zip(numbers, times.tolist(), strict=True)
-        return [(self.tasks.op_table[key // count], key % count, n) for key, n in pairs]
+        task = self._task_of_use
+        seconds = (self.end - self.start)[task]
+        return op_runs(self.tasks.op_table, self.tasks.op[task], self._class_of_use, seconds)
 
     def __len__(self) -> int:
         return len(self.tasks)

@@ -9,6 +9,7 @@ import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
 from distsim.ir import Attributes, Function, Literal, Op, Tensor, Value, trim
+from distsim.ir.module_names import added_name
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.ops.float8 import EIGHT_BITS
@@ -318,10 +319,12 @@ class _Pass:
                 self.readers.setdefault(value, []).append(op)
         for op in reversed(function.ops):
             if any(v in self.grads for v in op.outputs) and any(v in wanted for v in op.inputs):
+                self.maker.origin = added_name(op)
                 if op.is_call:
                     self.call(op)
                 else:
                     self.op(op, wanted)
+        self.maker.origin = ""
 
     def accumulate(self, value: Value, grad: Value) -> None:
         known = self.grads.get(value)

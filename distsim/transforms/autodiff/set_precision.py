@@ -28,6 +28,7 @@ from distsim.ir import (
     retype_op,
     rewrite,
 )
+from distsim.ir.module_names import added_name
 from distsim.ir.type import dtype_named
 from distsim.ops import signature_of, work
 from distsim.ops.conversion import ONCE
@@ -203,6 +204,7 @@ class _FunctionCaster:
 
     def build(self) -> Function:
         for op in self.old.ops:
+            self.maker.origin = added_name(op)
             reads = [self._used(self.env[value]) for value in op.inputs]
             made = self._call(op, reads) if op.is_call else self._op(op, reads)
             self.env.update(zip(op.outputs, made, strict=True))

@@ -17,6 +17,7 @@ from operator import is_
 
 from distsim.cache import Cache
 from distsim.ir.function import Function, Op
+from distsim.ir.module_names import joined_name
 from distsim.ir.rewrite import copy_function, inline
 from distsim.ir.value import Attributes, Value
 from distsim.ops import operator, signature_of, work
@@ -116,7 +117,7 @@ def kernel_of(ops: Sequence[Op], outputs: Sequence[Value], one_product: bool = F
     attributes = kernel_attributes(ops, one_product)
     # The callee has values of its own: those of a function occur in one place.
     body = copy_function(Function(attributes["ops"], inputs, tuple(ops), tuple(outputs)))
-    name = next((op.name for op in ops if op.name), "")
+    name = joined_name(op.name for op in ops)
     return Op(KERNEL, inputs, tuple(outputs), attributes, (body,), name=name)
 
 
@@ -271,10 +272,10 @@ def fuse_block(block: Block, kernels: Kernels) -> Block:
 def _fused_part(
     function: Function, names: tuple[str, ...], kernels: Kernels
 ) -> tuple[Function, tuple[str, ...]]:
-    """Return a function of a block, run by kernels, and the names of its ops: a kernel's first one."""
+    """Return a function of a block, run by kernels, and the names of its ops: of a kernel's one."""
     found = fuse(function, kernels)
     if names:
-        names = tuple([next(filter(None, [names[i] for i in part]), "") for part in found.parts])
+        names = tuple([joined_name(names[i] for i in part) for part in found.parts])
     return found.function, names
 
 

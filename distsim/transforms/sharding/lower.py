@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from distsim.errors import PlanError
 from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Function, FunctionMaker, Mesh, Op, Role, Tensor, Type, Value
+from distsim.ir.module_names import added_name
 from distsim.ir.type import as_tensor
 from distsim.ops import signature_of
 from distsim.ops.sharding_rule import Finish, ShardingRule
@@ -248,6 +249,7 @@ class _FunctionLowering:
         for number, op in enumerate(self.function.ops):
             self.forward = op in lowering.ahead
             self.begins.append(len(self.maker.ops))
+            self.maker.origin = added_name(op)
             if self.like is not None:
                 end = ends[number] if number < len(ends) else None
                 self.alike = self.like.ops[self.before[number] : end]
@@ -292,7 +294,8 @@ class _FunctionLowering:
                 local = self.counts_told(local, rows.sizes)
             name, same = local.name + step.suffix if step.suffix else local.name, self.next_alike()
             if same is None or not _is_step(same, step, local, name):
-                same = Op(step.op_type, (local,), (Value(name, step.type),), step.attributes)
+                made, origin = (Value(name, step.type),), self.maker.origin
+                same = Op(step.op_type, (local,), made, step.attributes, name=origin)
             self.maker.adopt(same)
             local = same.outputs[0]
         return local
