@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import date
 from functools import cache
 from pathlib import Path
@@ -94,15 +94,20 @@ FIGURES: dict[str, FittedFigure] = {
 }
 """What is fitted. Shares are of what the device reaches at best (``Device.rates``)."""
 
+_DAO = "24 figures, median, 26 % of the time forward (Dao 2023)"
 ATTENTION = {
-    "a100": (0.885, 0.698, "FlashAttention-2: 190 TFLOP/s both ways, 26 % of the time forward (Dao 2023)"),
-    "h100": (0.543, 0.419, "FlashAttention-2: 332 TFLOP/s both ways, 26 % of the time forward (Dao 2023)"),
-    "h200": (0.896, 0.633, f"cuDNN: 746 and 527 TFLOP/s, 21 kernels alone each way, median ({MEASURED})"),
-    "b200": (0.718, 0.605, "cuDNN: 1,253 and 1,055 TFLOP/s (SimuMax, b200_bf16_ceperm.json)"),
+    "a100": (0.874, 0.768, f"FlashAttention-2: 216 TFLOP/s both ways, {_DAO}"),
+    "h100": (0.502, 0.441, f"FlashAttention-2: 363 TFLOP/s both ways, {_DAO}"),
+    "h200": (0.820, 0.652, f"cuDNN: 683 and 543 TFLOP/s, 21 kernels alone each way, median ({MEASURED})"),
+    "b200": (
+        0.769,
+        0.577,
+        "cuDNN: 1,342 and 1,007 TFLOP/s, 32 kernels alone each way, median (SimuMax, b200_bf16_ceperm.json)",
+    ),
     "v100": (0.450, 0.400, "assumption: no FlashAttention-2 on V100, xformers"),
 }
 """Forward and backward, of the best product, at head size 128, endless sequences and many heads: what was
-measured, over what shape leaves (Dao: 16,384 tokens in 16 heads)."""
+measured, over what shape leaves."""
 
 ATTENTION["gb200"] = ATTENTION["b200"]
 _OLDER = {
@@ -110,9 +115,9 @@ _OLDER = {
     "triton": (0.55, "FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1): geometric mean"),
     "flash2": (1.0, "what the shares of attention are of"),
 }
-_FLASH2 = 0.572
+_FLASH2 = 0.573
 _FLASH2_SOURCE = (
-    "411 and 313 TFLOP/s of cuDNN's 746 and 527, 21 kernels alone each way, geometric mean "
+    "373 and 327 TFLOP/s of cuDNN's 683 and 543, 21 kernels alone each way, geometric mean "
     "(experiments/measured/h200_kernels_flash2.csv)"
 )
 _FLASH3_SOURCE = "1.5 to 2.0 times forward, 1.5 to 1.75 backward (Shah et al. 2024): geometric means"
@@ -201,15 +206,13 @@ def rates_of(
         "memory": values["memory"],
         "embedding": values["memory"] * EMBEDDING,
     }
-    return KernelRates(
-        tuple([(kind, min(share, 1.0)) for kind, share in shares.items()]),
-        (("eager", launch), ("fused", launch), ("compiled", launch * values["compiled"])),
-        values["tensor"],
-        device.rates.processors,
-        device.rates.spread,
-        device.rates.slowdown,
-        tuple([(kernel, factor) for kernel, (factor, _) in KERNELS[family].items()]),
-        clock=device.rates.clock,
+    return replace(
+        device.rates,
+        shares=tuple([(kind, min(share, 1.0)) for kind, share in shares.items()]),
+        launches=(("eager", launch), ("fused", launch), ("compiled", launch * values["compiled"])),
+        tensor=values["tensor"],
+        attentions=tuple([(kernel, factor) for kernel, (factor, _) in KERNELS[family].items()]),
+        uncertainties=(),
     )
 
 

@@ -38,8 +38,9 @@ FEWEST_MULTIPLICATIONS = 8.6e9
 FEWEST_ROWS = 8
 MIB = 2**20
 PEAK = 1e15
-CLUSTERS = {"A100-PCIe": "a100-pcie", "B200": "dgx-b200"}
-PROCESSORS = {"A100": 108, "B200": 148, "H100": 132, "H200": 132}
+CLUSTERS = {"A100-PCIe": "a100-pcie", "A100": "dgx-a100", "B200": "dgx-b200", "H100": "dgx-h100"}
+"""Presets of the GPUs that tables name: of several that a name has, the first."""
+OWN_CLUSTER = "dgx-h200"
 Row = dict[str, str]
 Halves = dict[str, tuple[list[float], list[float]]]
 """By group: predicted and measured figures of the rows that nothing was fitted to."""
@@ -92,9 +93,15 @@ def grouped(rows: Sequence[Row], name: Callable[[Row], str]) -> dict[str, list[R
 # --- products and attention -------------------------------------------------------------------------------
 
 
-def speed(which: Signature, processors: int, kind: str, dtype: str = "bfloat16") -> float:
+def device_of(row: Row) -> Device:
+    """Return the device that a row is of."""
+    return load_cluster(next(preset for name, preset in CLUSTERS.items() if name in row["hw"])).devices[0]
+
+
+def speed(which: Signature, on: Device, kind: str, dtype: str = "bfloat16") -> float:
     """Return the FLOP/s of a kernel on a device of a peak of 1e15, of which it reaches what shape leaves."""
-    rates = KernelRates(((kind, 1.0),), processors=processors)
+    processors, query_block = on.rates.processors, on.rates.query_block
+    rates = KernelRates(((kind, 1.0),), processors=processors, query_block=query_block)
     peaks = ((dtype, PEAK),)
     device = Device(0, "gpu", PEAK, 1e18, 0.0, peaks=peaks, rates=rates)
     return work(which).flops / CostModel(Topology.hierarchical(device, 1, [])).seconds(which, (device,))
@@ -121,8 +128,7 @@ def products(rows: Sequence[Row]) -> Halves:
 
     def rule(row: Row) -> float:
         m, n, k = sizes(row)
-        processors = next(count for name, count in PROCESSORS.items() if name in row["hw"])
-        return speed(signature("MatMul", (m, k), (k, n)), processors, "linear") / 1e12
+        return speed(signature("MatMul", (m, k), (k, n)), device_of(row), "linear") / 1e12
 
     chosen = [
         row
@@ -137,8 +143,7 @@ def products(rows: Sequence[Row]) -> Halves:
         ratios = [float(row["tflops"]) / rule(row) for row in chosen if row["hw"] == group]
         share = math.exp(statistics.median(map(math.log, ratios)))
         large = [row for row in own if math.prod(sizes(row)) >= FEWEST_MULTIPLICATIONS]
-        cluster_name = next(name for key, name in CLUSTERS.items() if key in group)
-        device = load_cluster(cluster_name).devices[0]
+        device = device_of(large[0])
         predicted: list[float] = []
         for row in large:
             m, n, k = sizes(row)
@@ -156,12 +161,11 @@ def attention(rows: Sequence[Row]) -> Halves:
         seq, heads, size = int(row["seq"]), int(row["heads"]), int(row["head_dim"])
         causal = int(row["causal"].lower().startswith(("true", "causal")))
         which = signature("Attention", *[(int(row["batch"]), heads, seq, size)] * 3, is_causal=causal)
-        processors = next(count for name, count in PROCESSORS.items() if name in row["hw"])
         if not row["kernel"].endswith("_bwd"):
-            return speed(which, processors, "attention") / 1e12
+            return speed(which, device_of(row), "attention") / 1e12
         saved = (*which.inputs, *which.outputs, which.outputs[0])
         backward = Signature("AttentionGrad", which.attributes, saved, which.inputs)
-        return speed(backward, processors, "attention_grad") / 1e12
+        return speed(backward, device_of(row), "attention_grad") / 1e12
 
     groups = grouped(rows, lambda row: f"{row['hw']} {row['kernel']}, {row['causal'][:6]}, {row['head_dim']}")
     groups |= grouped(
@@ -174,6 +178,7 @@ def attention(rows: Sequence[Row]) -> Halves:
 def own_kernels(paths: Sequence[Path]) -> Halves:
     """Return the halves of kernels of tables of timings; print what share of the peak all of a group show."""
     found: Halves = {}
+    own_device = load_cluster(OWN_CLUSTER).devices[0]
     for path in paths:
         groups: dict[str, list[Row]] = {}
         for timing in read_timings([path]).timings:
@@ -181,7 +186,7 @@ def own_kernels(paths: Sequence[Path]) -> Halves:
                 continue
             dtype = timing.call.signature.inputs[0].dtype.name
             reached = timing.call.demand.flops / timing.seconds
-            ruled = speed(timing.call.signature, PROCESSORS["H200"], timing.call.kind, dtype)
+            ruled = speed(timing.call.signature, own_device, timing.call.kind, dtype)
             row = {"tflops": f"{reached / 1e12}", "rule": f"{ruled / 1e12}"}
             groups.setdefault(f"{path.stem}, {timing.call.kind}, {dtype}", []).append(row)
         for group, own in groups.items():

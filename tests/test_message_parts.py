@@ -19,10 +19,10 @@ MODEL = "gpt:layers=4,hidden=512,heads=8,seq=128,vocab=1024"
 def test_each_rank_sends_its_part_and_gathers_all(stack):
     """2 b s h / t bytes a rank, 2 b s h gathered by the t that receive; core sends all of it from each."""
     plan = "dp=1,tp=4,pp=2,microbatches=4,remat=none"
-    counts = distsim.simulate(MODEL, "dgx-a100", plan, 8, stack=stack).timeline.op_counts
+    counts = distsim.simulate(MODEL, "dgx-a100", plan, 8, stack=stack).timeline.op_runs
     whole = 2 * 2 * 128 * 512
     moved = Counter[tuple[str, int]]()
-    for op, rank, times in counts:
+    for op, rank, times, _ in counts:
         if rank == 0 and op.op_type in ("Send", "MPIAllgather") and op.inputs[0].type.rank:
             moved[op.op_type, op.inputs[0].type.nbytes] += times
     if stack == "megatron":

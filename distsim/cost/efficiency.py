@@ -22,14 +22,17 @@ source in the preset); here is how shape lowers it.
 - ``batched``: products of many small matrices, as in attention that is written out; ``grouped``: those of
   experts, in 8 bits of as much smaller a share than in 16 as linear ones (assumption: nobody measured it).
 - ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
-  Over s keys the share is s / (s + 190), under a causal mask s / (s + 500), and 0.9 of it for heads of at
-  most 64; heads of a size that a kernel is not made for are filled up to the next (``_HEAD_SIZES``: 80 to
-  128 by cuDNN, as measured/h200_steps.csv shows it): by the curves that FlashAttention-2 prints for A100
-  and H100 (Dao 2023), within 6 % under a causal mask and 9 % without. Queries are taken 128 of a head at a
-  time; b such blocks on p multiprocessors leave b / (b + 2.8 p) forward and b / (b + 0.61 p) backward:
-  least squares over 88 kernels of 4 to 128 heads, A100 and B200 (SimuMax), mean error 9 %; forward 1.7
-  would suit A100, 3.6 B200. An op that says which kernel runs it is as much faster or slower as the device
-  says (``Device.rates.attentions``).
+  Over s keys the share is s / (s + 70), under a causal mask s / (s + 410), and 0.8 of it for heads of at
+  most 64; backward 230, 630 and 0.86. Heads of a size that a kernel is not made for are filled up to the
+  next (``_HEAD_SIZES``: 80 to 128 by cuDNN, as measured/h200_steps.csv shows it). Queries of a head are taken
+  in blocks (``Device.rates.query_block`` forward, 128 backward); b of them on p multiprocessors leave
+  b / (b + 1.7 p), backward b / (b + 0.66 p). All eight by least squares, with a share for each machine,
+  kernel and direction: 48 figures that FlashAttention-2 prints for A100 and H100, both directions in one
+  (Dao 2023), 24 kernels on A100 and 64 on B200 (SimuMax), 42 of cuDNN and 42 of FlashAttention-2 on H200
+  (experiments/measured/h200_kernels.csv, h200_kernels_flash2.csv): mean error 5.2 %, of cuDNN's 5.0 and
+  7.3 %, of B200's forward 11 %, whose longest kernels, of tenths of a second, are slower than shorter ones.
+  An op that says which kernel runs it is as much faster or slower as the device says
+  (``Device.rates.attentions``).
 - ``memory``: everything else, by the bytes that it reads and writes; ``embedding``: rows picked or added by
   index.
 """
@@ -38,6 +41,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from distsim.ir import Device, Op
 from distsim.ir.kernel_rates import KernelRates
@@ -47,9 +51,24 @@ _TILED_TYPES = ("bfloat16", "float16")
 _TILE = (128, 256)
 _WAVE, _DEPTH = 0.72, 148.0
 _ADDING, _MOST_PARTS = 150.0, 16
-_HALF, _CAUSAL_HALF, _SMALL_HEAD = 190.0, 500.0, 0.9
 _ADDED = 0.45
-_BLOCK = 128
+
+
+class _AttentionFill(NamedTuple):
+    """What leaves half of a share: keys, without and under a causal mask, and blocks a multiprocessor; and
+    what small heads leave."""
+
+    half: float
+    causal_half: float
+    small_head: float
+    blocks: float
+
+
+_ATTENTION = {
+    "attention": _AttentionFill(70.0, 410.0, 0.8, 1.7),
+    "attention_grad": _AttentionFill(230.0, 630.0, 0.86, 0.66),
+}
+_KEY_BLOCK = 128
 _HEAD_SIZES = {
     "": (32, 64, 96, 128, 192, 256),
     "triton": (16, 32, 64, 128, 256),
@@ -58,7 +77,6 @@ _HEAD_SIZES = {
 }
 """Sizes of heads that kernels are made for: flash-attn, csrc/flash_attn/src/static_switch.h, and hopper's;
 flash_attn_triton.py, ``BLOCK_HEADDIM``, a power of 2; those of cuDNN: its fused kernels' multiples of 64."""
-_BLOCKS_A_PROCESSOR = {"attention": 2.8, "attention_grad": 0.61}
 
 
 def kind_of_work(signature: Signature, demand: Work, dtype: str) -> str:
@@ -95,7 +113,7 @@ def efficiencies(signature: Signature, demand: Work, dtype: str, device: Device)
     share = best_share(signature, kind, device.rates) if demand.matrix else None
     if share is not None:
         known = dtype in _TILED_TYPES or dtype.startswith("float8")
-        flops *= min(share * _of_shape(kind, signature, demand, device.rates.processors, known), 1.0)
+        flops *= min(share * _of_shape(kind, signature, demand, device.rates, known), 1.0)
     return flops, moved
 
 
@@ -114,15 +132,15 @@ def best_share(signature: Signature, kind: str, rates: KernelRates) -> float | N
     return share if share is None else share * (rates.attention(kernel) or 1.0)
 
 
-def _of_shape(kind: str, signature: Signature, demand: Work, processors: int, known: bool) -> float:
+def _of_shape(kind: str, signature: Signature, demand: Work, rates: KernelRates, known: bool) -> float:
     """Return what the shape of an op leaves of the share of its kind.
 
     ``known``: whether its type is one whose tiles are known.
     """
     if kind in ("attention", "attention_grad"):
-        return _of_attention(signature, kind, processors)
+        return _of_attention(signature, kind, rates)
     tiled = kind.startswith("linear") and not is_convolution(signature)
-    return _of_product(signature, demand, processors if known else 0) if tiled else 1.0
+    return _of_product(signature, demand, rates.processors if known else 0) if tiled else 1.0
 
 
 def _of_product(signature: Signature, demand: Work, processors: int) -> float:
@@ -164,16 +182,18 @@ def _waves(m: int, n: int, processors: int, parts: int = 1) -> float:
     return found
 
 
-def _of_attention(signature: Signature, kind: str, processors: int) -> float:
+def _of_attention(signature: Signature, kind: str, rates: KernelRates) -> float:
     """Return the share that the length of the sequence, the size of heads and their number leave."""
     query, key = signature.inputs[:2]
     keys, size = key.shape[-2], query.shape[-1]
-    causal = bool(signature.attributes.get("is_causal", 0))
-    share = keys / (keys + (_CAUSAL_HALF if causal else _HALF)) * (_SMALL_HEAD if size <= 64 else 1.0)
+    shape = _ATTENTION[kind]
+    half = shape.causal_half if signature.attributes.get("is_causal", 0) else shape.half
+    share = keys / (keys + half) * (shape.small_head if size <= 64 else 1.0)
     made_for = _HEAD_SIZES.get(signature.attributes.get("kernel", ""), _HEAD_SIZES[""])
     share *= size / next((each for each in made_for if each >= size), size)
-    blocks = math.prod(query.shape[:-2]) * math.ceil(query.shape[-2] / _BLOCK)
-    return share * blocks / (blocks + _BLOCKS_A_PROCESSOR[kind] * processors) if blocks else share
+    block = rates.query_block if kind == "attention" else _KEY_BLOCK
+    blocks = math.prod(query.shape[:-2]) * math.ceil(query.shape[-2] / block)
+    return share * blocks / (blocks + shape.blocks * rates.processors) if blocks else share
 
 
 def element_type(signature: Signature) -> str:

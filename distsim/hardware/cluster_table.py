@@ -64,6 +64,7 @@ class DeviceTable(_Strict, frozen=True):
     block: Amount | None = None
     segment: Amount | None = None
     processors: Amount | None = None
+    query_block: Amount | None = None
     clock: Amount | None = None
     spread: Amount | None = None
     slowdown: Amount | None = None
@@ -131,6 +132,7 @@ DEVICE_UNITS: dict[str, Units] = {
     "bytes_efficiency": SHARE,
     "kernel_launch_overhead": SECONDS,
     "processors": NUMBER,
+    "query_block": NUMBER,
     "clock": FREQUENCY,
     "spread": NUMBER,
     "slowdown": NUMBER,

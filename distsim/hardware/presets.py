@@ -203,20 +203,21 @@ def _device(table: DeviceTable, si: Mapping[str, float], count: int) -> Device:
 
 
 def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
-    launches = [(name, si[f"device.launches.{name}"]) for name in table.launches if name != "tensor"]
-    count = si.get("device.processors", 0.0)
-    if not (count.is_integer() and 0 <= count <= MAX_DEVICES):
-        raise TopologyError(f"device.processors={count} is no count of multiprocessors")
+    processors, queries = si.get("device.processors", 0.0), si.get("device.query_block", 128.0)
+    for name, count in (("processors", processors), ("query_block", queries)):
+        if not (count.is_integer() and 0 <= count <= MAX_DEVICES):
+            raise TopologyError(f"device.{name}={count} is no count")
     return KernelRates(
         tuple([(kind, si[f"device.kernels.{kind}"]) for kind in table.kernels]),
-        tuple(launches),
+        tuple([(name, si[f"device.launches.{name}"]) for name in table.launches if name != "tensor"]),
         si.get("device.launches.tensor", 0.0),
-        int(count),
+        int(processors),
         si.get("device.spread", 0.0),
         si.get("device.slowdown", 0.0),
         tuple([(kernel, si[f"device.attention.{kernel}"]) for kernel in table.attention]),
         tuple([(kind, si[f"device.uncertainty.{kind}"]) for kind in table.uncertainty]),
         si.get("device.clock", 0.0),
+        int(queries),
     )
 
 

@@ -38,7 +38,8 @@ class KernelRates:
     ``slowdown`` is the share of the seconds of a collective by which computation beside it takes longer.
     ``attentions`` are how fast :data:`ATTENTION_KERNELS` are, 1 being what ``shares`` say of attention.
     ``processors`` are the multiprocessors among which a product divides its tiles, and ``clock`` the cycles a
-    second of these, beside what is bound by memory; 0 where that is not known.
+    second of these, beside what is bound by memory; 0 where that is not known. ``query_block`` are the
+    queries of a head that a block of a forward kernel of attention takes.
     ``spread`` is how far measured steps are taken to be from predicted ones if all figures are right: the
     standard deviation of the logarithm; 0 where that is not known. ``uncertainties`` are, by
     :data:`KINDS_OF_UNCERTAINTY`, how far the seconds of a kind of work may be from what these figures say:
@@ -57,6 +58,7 @@ class KernelRates:
     attentions: tuple[tuple[str, float], ...] = ()
     uncertainties: tuple[tuple[str, float], ...] = ()
     clock: float = 0.0
+    query_block: int = 128
 
     def __post_init__(self) -> None:
         for given, known in (
@@ -83,6 +85,8 @@ class KernelRates:
                 raise TopologyError(f"{name}={value} must be at least 0 and finite")
         if self.processors < 0:
             raise TopologyError(f"processors={self.processors} must be at least 0")
+        if self.query_block < 1:
+            raise TopologyError(f"query_block={self.query_block} must be at least 1")
 
     def share(self, kind: str) -> float | None:
         """Return the share that kernels of a kind reach, None where that is not given."""

@@ -35,11 +35,6 @@ GPUS = (
 )
 """The preset for a GPU whose column has the pattern, the first that fits; none where there is none."""
 
-KNOWN_GPUS = (
-    r"(?<![a-z0-9])(rtx)?(gb200|[bh]200|[ah]800|[avh]100|a6000|[34]090|l40s|a10g?|mi250x?|mi300x)(?![a-z0-9])"
-)
-"""GPUs of which the presets are: another name with one of these in it may be of another GPU."""
-
 ADAPTERS = r"\b(efa(v[0-9])?|aws|p4de?|p5(en)?)\b"
 """Links of AWS between nodes; what they start and carry is as in the presets of its machines."""
 
@@ -48,7 +43,7 @@ CUT_NVLINK = r"\b[ah]800\b"
 
 HOPPER = ("dgx-h100", "dgx-h200", "hgx-h100-96gb", "h100-nvl", "h100-pcie")
 OLD_TORCH = r"\b(py)?torch[ =-]*(1\.[0-9]+|2\.[0-4])(?![0-9])|\bnanotron\b"
-OLD_LIBRARIES = 0.827
+OLD_LIBRARIES = 0.828
 """How fast products are on Hopper, of what they are since, by cuBLAS of CUDA 12.1 and before: the figure
 ``libraries.2023`` of experiments/calibrate.py. Torch up to 2.4 has that (its wheels pin cuBLAS 12.1.3), and
 nanotron's README installs one of it (042dfeaa)."""
@@ -98,8 +93,6 @@ def cluster_of(row: Row, devices: int, assumed: list[str]) -> Cluster:
         preset = "dgx-1"  # no other machine has eight V100
     if preset is None:
         raise MissingFeatureError(f"a preset for {cell(row, 'hw_gpu') or 'a row without hw_gpu'!r:.60}")
-    if not re.search(KNOWN_GPUS, plain(row, "hw_gpu")):
-        assumed.append(f"{cell(row, 'hw_gpu') or plain(row, 'intra_link')!s:.40} is a GPU as in {preset}")
     if preset == "dgx-a100" and memory is None and "80" not in gpu:
         assumed.append("80 GB of memory")
     try:
