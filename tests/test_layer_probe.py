@@ -282,7 +282,7 @@ def test_what_layers_save_says_nothing_of_others_that_save_less(taught, fields):
 def test_gradients_that_are_sent_before_a_pass_goes_on_keep_layers_whole():
     step = differentiate(add_loss(load_model("gpt:layers=12,hidden=32,heads=4,vocab=256,seq=16", 16)), SGD())
     evaluator = PlanEvaluator(SearchProblem(FixedModel(step), topology_of(8), KERNELS["ops"]))
-    fields = "dp=2,pp=4,microbatches=4,schedule=zb_h1,remat=full,zero=3,reshard=never"
+    fields = "dp=2,pp=4,microbatches=4,schedule=zb_h1,remat=full,zero=2"
     standing, plan = Standing(), Plan.parse(f"{fields},stages=1-1-2-8,overlap_grads=off")
     told = evaluator.probed(Plan.parse(f"{fields},stages=layers"), standing)
     assert told.pending > 0 and told.halves is not None

@@ -35,6 +35,11 @@ GPUS = (
 )
 """The preset for a GPU whose column has the pattern, the first that fits; none where there is none."""
 
+KNOWN_GPUS = (
+    r"(?<![a-z0-9])(rtx)?(gb200|[bh]200|[ah]800|[avh]100|a6000|[34]090|l40s|a10g?|mi250x?|mi300x)(?![a-z0-9])"
+)
+"""GPUs of which the presets are: another name with one of these in it may be of another GPU."""
+
 ADAPTERS = r"\b(efa(v[0-9])?|aws|p4de?|p5(en)?)\b"
 """Links of AWS between nodes; what they start and carry is as in the presets of its machines."""
 
@@ -93,6 +98,8 @@ def cluster_of(row: Row, devices: int, assumed: list[str]) -> Cluster:
         preset = "dgx-1"  # no other machine has eight V100
     if preset is None:
         raise MissingFeatureError(f"a preset for {cell(row, 'hw_gpu') or 'a row without hw_gpu'!r:.60}")
+    if not re.search(KNOWN_GPUS, plain(row, "hw_gpu")):
+        assumed.append(f"{cell(row, 'hw_gpu') or plain(row, 'intra_link')!s:.40} is a GPU as in {preset}")
     if preset == "dgx-a100" and memory is None and "80" not in gpu:
         assumed.append("80 GB of memory")
     try:
