@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from distsim.cache import Cache
 from distsim.hardware.rank_axes import over_tensor
-from distsim.ir import Function, Op, Tensor, Value, callees
+from distsim.ir import Function, Op, Tensor, Value, rewrite_all
 from distsim.ops import operator, signature_of, work
 from distsim.ops.matmul import GROUP
 from distsim.ops.places import shape_of
@@ -46,18 +46,14 @@ def gradients_apart(function: Function, kernels: Kernels, beside: bool = True) -
 
 def _rewritten(function: Function, beside: bool) -> Function | None:
     """Return the function with its gradients apart, or None: what is kept does not hold its key."""
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        called = [_with_callees(op, done) for op in current.ops]
-        ops = tuple(_issued(called) if beside else _weights_first(called))
+
+    def change(_: Function, current: Function) -> Function:
+        ops = tuple(_issued(current.ops) if beside else _weights_first(current.ops))
         same = len(ops) == len(current.ops) and all(a is b for a, b in zip(ops, current.ops, strict=True))
-        done[current] = current if same else replace(current, ops=ops)
-    return None if done[function] is function else done[function]
+        return current if same else replace(current, ops=ops)
 
-
-def _with_callees(op: Op, done: dict[Function, Function]) -> Op:
-    called = tuple([done[each] for each in op.subfunctions])
-    return op if called == op.subfunctions else replace(op, subfunctions=called)
+    found = rewrite_all(function, change)
+    return None if found is function else found
 
 
 def _issued(ops: Sequence[Op]) -> Iterator[Op]:
