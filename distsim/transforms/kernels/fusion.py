@@ -9,7 +9,6 @@ For the same reason ops of one level, of whatever kernels, may run in one: so mu
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,7 +28,7 @@ from distsim.ops.softmax import CAUSAL, TRIANGLE
 from distsim.program.block import RewrittenOps, StageBlocks, rewritten_block, rewritten_stages
 from distsim.transforms.kernels.multi_tensor import is_of_many, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue, promotes
-from distsim.transforms.kernels.products import products_of_groups
+from distsim.transforms.kernels.products import in_order, products_of_groups
 from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
 from distsim.transforms.kernels.strides import strided
 
@@ -76,8 +75,9 @@ def _fused(function: Function, kernels: Kernels) -> RewrittenOps | None:
     turns = {region[-1] for region in turned if not in_wide(ops[region[-1]])}
     made: list[Op] = []
     parts: list[tuple[int, ...]] = []
-    for number in _in_order(ops, groups, of):
-        group = [ops[place] for place in groups[number]]
+    units = [[ops[place] for place in group] for group in groups]
+    for number in in_order(units, [group[-1] for group in groups]):
+        group = units[number]
         outside = [v for op in group for v in op.outputs if not readers.get(v, set()) <= {number}]
         part = tuple(dict.fromkeys([source[place] for place in groups[number]]))
         if groups[number][-1] in turns:
@@ -227,31 +227,6 @@ def _find(group: Sequence[int], place: int) -> int:
     while group[place] != place:
         place = group[place]
     return place
-
-
-def _in_order(ops: Sequence[Op], groups: Sequence[Sequence[int]], of: Mapping[int, int]) -> list[int]:
-    """Return the groups in an order in which each comes after what it reads; otherwise by their last op."""
-    maker = {value: of[place] for place, op in enumerate(ops) for value in op.outputs}
-    needs = [
-        {maker[value] for place in group for value in ops[place].inputs if value in maker} - {number}
-        for number, group in enumerate(groups)
-    ]
-    waiting = [len(each) for each in needs]
-    after: list[list[int]] = [[] for _ in groups]
-    for number, each in enumerate(needs):
-        for first in each:
-            after[first].append(number)
-    ready = [(groups[number][-1], number) for number, count in enumerate(waiting) if not count]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        _, number = heapq.heappop(ready)
-        order.append(number)
-        for other in after[number]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (groups[other][-1], other))
-    return order
 
 
 def fuse_stages(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:

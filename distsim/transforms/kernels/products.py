@@ -248,32 +248,42 @@ def _arranged(units: Sequence[_Together]) -> OpsWithGroups | None:
 
     None where units would wait for each other.
     """
-    maker = {value: number for number, unit in enumerate(units) for op in unit.ops for value in op.outputs}
-    needs = [
-        {maker[v] for op in unit.ops for v in op.inputs if v in maker} - {number}
-        for number, unit in enumerate(units)
-    ]
-    after: list[list[int]] = [[] for _ in units]
-    for number, each in enumerate(needs):
-        for first in each:
-            after[first].append(number)
-    waiting = [len(each) for each in needs]
-    ready = [(unit.places[-1], n) for n, unit in enumerate(units) if not waiting[n]]
-    heapq.heapify(ready)
+    order = in_order([unit.ops for unit in units], [unit.places[-1] for unit in units])
+    if len(order) < len(units):
+        return None
     ops: list[Op] = []
     places: list[int] = []
     groups: list[tuple[int, ...]] = []
-    while ready:
-        _, number = heapq.heappop(ready)
+    for number in order:
         unit = units[number]
         if len(unit.ops) > 1:
             groups.append(tuple(range(len(ops), len(ops) + len(unit.ops))))
         ops += unit.ops
         places += unit.places
+    return OpsWithGroups(tuple(ops), tuple(places), tuple(groups))
+
+
+def in_order(units: Sequence[Sequence[Op]], last: Sequence[int]) -> list[int]:
+    """Return the units, of ops each, in an order in which each comes after all that it reads; otherwise by
+    their ``last`` places. Those that wait for each other are left out."""
+    maker = {value: number for number, unit in enumerate(units) for op in unit for value in op.outputs}
+    needs = [
+        {maker[value] for op in unit for value in op.inputs if value in maker} - {number}
+        for number, unit in enumerate(units)
+    ]
+    waiting = [len(each) for each in needs]
+    after: list[list[int]] = [[] for _ in units]
+    for number, each in enumerate(needs):
+        for first in each:
+            after[first].append(number)
+    ready = [(last[number], number) for number, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        order.append(number)
         for other in after[number]:
             waiting[other] -= 1
             if not waiting[other]:
-                heapq.heappush(ready, (units[other].places[-1], other))
-    if any(waiting):
-        return None
-    return OpsWithGroups(tuple(ops), tuple(places), tuple(groups))
+                heapq.heappush(ready, (last[other], other))
+    return order
