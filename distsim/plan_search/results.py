@@ -19,8 +19,9 @@ from distsim.plan_search.training.estimate import OF_TRAINING, TrainingCosts, Tr
 from distsim.plan_search.trial import STATUSES, PlanTrial
 from distsim.report.difference import StepComparison, parts_title
 from distsim.report.figures import DEVICE, StepFigures
+from distsim.schedule.refusals import count
 from distsim.simulation import Simulation
-from distsim.simulation.explain.text import count, html_table
+from distsim.simulation.explain.text import html_table
 
 _MOST_BUILT = 3
 """Plans that are built to find one that misses little: some are refused then."""

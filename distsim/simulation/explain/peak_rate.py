@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from distsim.cost.efficiency import matrix_type
 from distsim.ir import Device, Op
-from distsim.simulation.explain.text import count
+from distsim.schedule.refusals import count
 
 
 @dataclass(frozen=True)
