@@ -17,9 +17,6 @@ from distsim.ir import Environment, Function, Op, Tensor, Type, Value, place_of,
 from distsim.ir.rewrite import retype_op
 from distsim.ops.conversion import ONCE
 
-Done = dict[tuple[Function, Function], Function]
-"""What functions became that were compared."""
-
 
 class Unlike(Exception):
     """What was made of one function cannot be carried over to another."""

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 from training_models import SCHEDULES, laid_out, mesh_of, small_gpt, small_mlp, topology_of
 
 from distsim.compose import parallelize
-from distsim.errors import SimulationError
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import load_cluster
 from distsim.ir import FunctionMaker, Role
 from distsim.plan import Plan
-from distsim.report import plot_memory, write_trace
+from distsim.report import write_trace
 from distsim.report.exports.memory_snapshot import write_memory_snapshot
 from distsim.schedule import schedule
 from distsim.simulation.memory.timeline import BUFFERS, memory_timeline
@@ -146,25 +145,6 @@ def test_each_device_on_its_own_has_the_same_timeline():
 
 
 # --- reports ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("suffix", ["png", "svg", "pdf"])
-def test_the_plot_is_written(tmp_path, suffix):
-    simulation = of_plan(differentiate(small_mlp(), SGD()), Plan(pp=2, microbatches=2), memory=1000.0)
-    path = tmp_path / f"memory.{suffix}"
-    plot_memory(simulation, path)
-    assert path.stat().st_size > 1000
-
-
-def test_the_plot_names_the_ranks_and_what_is_left_out(tmp_path):
-    simulation = of_plan(differentiate(small_mlp(), SGD()), Plan(pp=4, microbatches=2))
-    path = tmp_path / "memory.svg"
-    plot_memory(simulation, path, rows=3)
-    assert "1 more rows not shown" in path.read_text()
-    with pytest.raises(SimulationError, match=r"memory is written as one of pdf, png, svg"):
-        plot_memory(simulation, tmp_path / "memory.txt")
-    with pytest.raises(SimulationError, match="at least one row"):
-        plot_memory(simulation, path, rows=0)
 
 
 def test_the_trace_has_a_counter_per_device(tmp_path):

@@ -1,4 +1,4 @@
-"""Bounds of plans of which nothing was built: what is sent, what is held, what ranks wait for."""
+"""Bounds of plans of which nothing was built: what is sent, what is held."""
 
 from functools import cache
 
@@ -9,7 +9,6 @@ from distsim.ir import Device, Float32, FunctionMaker, Link, Role, Tensor, Topol
 from distsim.ir.topology import Level
 from distsim.models import mlp
 from distsim.plan import Plan
-from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.run import FixedModel
 from distsim.transforms import SGD, Adam, add_loss, differentiate
@@ -220,44 +219,6 @@ def test_gradients_that_are_reduced_after_backward_are_held_until_then(text):
     kept = held.parameters + held.state / (plan.dp if plan.zero else 1)
     made = held.gradients / (plan.chunks if plan.zero == 2 else 1)
     assert (kept + made) / plan.pp <= least <= trial.peak
-
-
-@pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb_h1"])
-def test_ranks_wait_for_layers_of_which_none_was_built(schedule):
-    found = evaluator(1e12)
-    fields = f"pp=4,microbatches=4,schedule={schedule},stages="
-    least, _, trial = bound_and_trial(found, f"dp=2,{fields}layers")
-    unknown, _, _ = bound_and_trial(found, f"dp=2,{fields}even")
-    # Forward passes of six of eight layers ahead of the last rank; behind it gradients of what five take in,
-    # but for those of weights of one that it still computes, and unless these are what a rank does last.
-    waits = (6 if schedule == "zb_h1" else 6 + 5 - 1) / (8 * 3)
-    assert unknown * (1 + waits) * 0.99 < least <= trial.seconds
-
-
-def towers(*reads):
-    """Four layers of one callee: each reads what is embedded (-1), or what another makes; all are summed."""
-    inner = FunctionMaker("layer")
-    weight = inner.add_input_value("w", Tensor(Float32(), (8, 8)), Role.PARAMETER)
-    taken = inner.add_input_value("x", Tensor(Float32(), (4, 8)))
-    inner.set_outputs([inner.add("MatMul", [taken, weight])[0]])
-    layer, maker = inner.finalize(), FunctionMaker("towers")
-    weights = [maker.add_input_value(f"w{i}", weight.type, Role.PARAMETER) for i in range(4)]
-    bias = maker.add_input_value("bias", taken.type, Role.PARAMETER)
-    made = [maker.add("Add", [maker.add_input_value("x", taken.type), bias])[0]]
-    for weight, read in zip(weights, reads, strict=True):
-        made.append(maker.add("Call", [weight, made[read + 1]], None, (layer,))[0])
-    total = made[1]
-    for value in made[2:]:
-        total = maker.add("Add", [total, value])[0]
-    maker.set_outputs([total])
-    return differentiate(add_loss(maker.finalize()), Adam())
-
-
-def test_there_is_a_way_through_layers_only_where_each_takes_in_what_the_one_before_makes():
-    found = layer_products(towers(-1, 0, 1, 2), 4, lambda op: 1.0)
-    # A product forward; backward one of both gradients, as long here; nothing follows from the last layer.
-    assert found == LayerProducts(forward=1.0, backward=1.0, behind=0.5, head=0.0)
-    assert layer_products(towers(-1, 0, -1, 2), 4, lambda op: 1.0) is None
 
 
 def test_parameters_that_are_gathered_when_a_step_begins_need_not_be_held_all_of_it():

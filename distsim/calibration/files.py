@@ -32,9 +32,9 @@ def read_bytes(path: Path, limit: int) -> bytes:
     return data
 
 
-def read_text(path: Path, limit: int = MAX_TEXT_BYTES) -> str:
+def read_text(path: Path) -> str:
     """Return the text of a file; raises :class:`TimingsError` for what is none in UTF-8."""
     try:
-        return read_bytes(path, limit).decode("utf-8-sig")
+        return read_bytes(path, MAX_TEXT_BYTES).decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise TimingsError(f"{path} is not text in UTF-8: {error.reason} at byte {error.start}") from error

@@ -29,7 +29,7 @@ from distsim.report.output import check_target, replacing
 from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
-from distsim.simulation.explain.text import count
+from distsim.schedule.refusals import count
 from distsim.study.choices import Choices
 from distsim.study.clusters import SizedCluster
 from distsim.study.options import options_of

@@ -14,6 +14,7 @@ from distsim.ir.rewrite import (
     retype_op,
     rewire_op,
     rewrite,
+    rewrite_all,
     substitute,
 )
 from distsim.ir.topology import Topology
@@ -78,6 +79,7 @@ __all__ = [
     "retype_op",
     "rewire_op",
     "rewrite",
+    "rewrite_all",
     "substitute",
     "trim",
     "verify",

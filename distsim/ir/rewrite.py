@@ -11,7 +11,7 @@ from dataclasses import replace
 from operator import is_
 
 from distsim.errors import DistsimError, TypeRuleError
-from distsim.ir.function import Function, Op
+from distsim.ir.function import Function, Op, callees
 from distsim.ir.registry import output_types
 from distsim.ir.type import Type
 from distsim.ir.value import Attributes, Value
@@ -44,6 +44,22 @@ def rewrite(function: Function, change: Change, inputs: Sequence[Value] | None =
     if unchanged and len(ops) == len(function.ops) and all(map(is_, ops, function.ops)):
         return function
     return replace(function, inputs=given, ops=ops, outputs=outputs)
+
+
+def rewrite_all(function: Function, change: Callable[[Function, Function], Function]) -> Function:
+    """Return what ``function`` becomes when ``change`` is made to each of its callees, once, and then to it.
+
+    ``change`` is given a function as it was, and as it is with Calls of what its callees have become.
+    """
+    done: dict[Function, Function] = {}
+
+    def calling(op: Op, _: Environment) -> tuple[Op]:
+        called = tuple([done[callee] for callee in op.subfunctions])
+        return (op if called == op.subfunctions else replace(op, subfunctions=called),)
+
+    for before in (*callees(function), function):
+        done[before] = change(before, rewrite(before, calling))
+    return done[function]
 
 
 def substitute(values: Iterable[Value], env: Mapping[Value, Value]) -> tuple[Value, ...]:

@@ -26,8 +26,6 @@ from distsim.ops.torch_context import attend_backward_by, attend_by
 
 TORCH_ROTATES = {"torch_allgather": "allgather", "torch_alltoall": "alltoall"}
 """The kinds of torch, and its names of how their keys and values come."""
-CONTEXTS = ("allgather", "ring", *TORCH_ROTATES, "ulysses")
-"""The kinds of context parallelism by which one axis of ranks divides an attention."""
 
 _RINGS = ("ring", *TORCH_ROTATES)
 """The factors of queries and keys that are divided alike, each called as its kind."""

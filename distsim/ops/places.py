@@ -100,11 +100,11 @@ def picked(attributes: Attributes, *names: str) -> dict[str, Any]:
     return {name: attributes[name] for name in names if name in attributes}
 
 
-def resizing(name: str, output: int = 0) -> Localize:
-    """Return the ``localize`` of an op whose attribute ``name`` is the shape of an output."""
+def resizing(name: str) -> Localize:
+    """Return the ``localize`` of an op whose attribute ``name`` is the shape of its first output."""
 
     def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
-        return Attributes({**attributes, name: outputs[output]})
+        return Attributes({**attributes, name: outputs[0]})
 
     return localize
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from distsim.plan import Plan
-from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.trial import PlanTrial
 from distsim.simulation.explain.text import rate_text, seconds_text
 from distsim.simulation.quantities import bytes_label, time_scale
+from distsim.simulation.trained_step import SearchedStep
 
 
 @dataclass(frozen=True)

@@ -13,14 +13,15 @@ from distsim.errors import SimulationError
 from distsim.extras import data_frame
 from distsim.plan_search.columns import plan_columns, record_of
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
-from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.training.columns import plan_cost_columns
 from distsim.plan_search.training.estimate import OF_TRAINING, TrainingCosts, TrainingEstimate
 from distsim.plan_search.trial import STATUSES, PlanTrial
 from distsim.report.difference import StepComparison, parts_title
 from distsim.report.figures import DEVICE, StepFigures
+from distsim.schedule.refusals import count
 from distsim.simulation import Simulation
-from distsim.simulation.explain.text import count, html_table
+from distsim.simulation.explain.text import html_table
+from distsim.simulation.trained_step import SearchedStep
 
 _MOST_BUILT = 3
 """Plans that are built to find one that misses little: some are refused then."""

@@ -24,12 +24,12 @@ from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, S
 from distsim.plan_search.journal import JournalWriter, TrialJournal, digest_of
 from distsim.plan_search.ordering import PlanQueue
 from distsim.plan_search.results import SearchResult
-from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import TrainingCosts
 from distsim.plan_search.trial import LATER, TOO_LARGE, PlanTrial
 from distsim.plan_search.workers import PlanUnit, RemoteWorkers, processes_for, workers_for
-from distsim.simulation.explain.text import count
+from distsim.schedule.refusals import count
+from distsim.simulation.trained_step import SearchedStep
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 

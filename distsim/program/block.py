@@ -1,11 +1,14 @@
-"""Block: a Function of one stage, and the keys of what it reads and makes."""
+"""Block: a Function of one stage, and the keys of what it reads and makes; blocks of stages rewritten."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from distsim.errors import IRError
-from distsim.ir import Function, Value
+from distsim.ir import Function, Op, Value
+from distsim.ir.module_names import joined_name
 
 FIRST_CALL, LAST_CALL = "first", "last"
 """Where a block that runs once a step may be besides its round."""
@@ -65,3 +68,64 @@ class Block:
 
 StageBlocks = tuple[Block, Block, tuple[tuple[int, Block], ...]]
 """The blocks of a stage, wherever it runs: forward, backward, updates by round."""
+
+
+class RewrittenOps(NamedTuple):
+    """A function that was rewritten; ``parts`` are, per op, the places of the ops that it stands for."""
+
+    function: Function
+    parts: tuple[tuple[int, ...], ...]
+
+    @staticmethod
+    def of(function: Function, given: Sequence[Op], made: Sequence[tuple[Op, int]]) -> RewrittenOps | None:
+        """Return ``function`` with the ops that were made of those given, each with the place of the one that
+        it is of; None where these are its own."""
+        if len(made) == len(given) and all(a is b for (a, _), b in zip(made, function.ops, strict=True)):
+            return None
+        ops = tuple([op for op, _ in made])
+        return RewrittenOps(replace(function, ops=ops), tuple([(source,) for _, source in made]))
+
+
+Rewrite = Callable[[Function], RewrittenOps | None]
+"""A function -> what it becomes, None if it stays as it is; the same whenever it is asked."""
+
+
+def called(function: Function, rewrite: Rewrite) -> list[Op]:
+    """Return the ops of a function, with the functions that they call rewritten."""
+    found: list[Op] = []
+    for op in function.ops:
+        made = rewrite(op.callee) if op.is_call else None
+        found.append(op if made is None else replace(op, subfunctions=(made.function,)))
+    return found
+
+
+def rewritten_block(block: Block, rewrite: Rewrite) -> Block:
+    """Return the block with its functions rewritten; the name of an op is the joined one of its part."""
+
+    def part(function: Function, names: tuple[str, ...]) -> tuple[Function, tuple[str, ...]]:
+        found = rewrite(function)
+        if found is None:
+            return function, names
+        named = [joined_name(names[i] for i in part) for part in found.parts] if names else []
+        return found.function, tuple(named)
+
+    function, names = part(block.function, block.names)
+    more, more_names = block.accumulating, block.accumulating_names
+    if more is not None:
+        more, more_names = part(more, more_names)
+    return replace(block, function=function, accumulating=more, names=names, accumulating_names=more_names)
+
+
+def rewritten_stages(
+    stages: Sequence[StageBlocks], rewrite: Rewrite, backward: Rewrite | None = None
+) -> tuple[StageBlocks, ...]:
+    """Return the blocks of all stages with passes rewritten, ``backward`` by another way if that is given.
+
+    Those that share Functions share them still.
+    """
+    return tuple(
+        [
+            (rewritten_block(ahead, rewrite), rewritten_block(behind, backward or rewrite), updates)
+            for ahead, behind, updates in stages
+        ]
+    )

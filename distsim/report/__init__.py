@@ -1,7 +1,6 @@
 """What people look at: a summary, a timeline, memory, an explanation, a schedule, a trace for Perfetto."""
 
 from distsim.report.explanation import plot_explanation
-from distsim.report.memory import plot_memory
 from distsim.report.schedule_picture import plot_schedule
 from distsim.report.schedule_table import describe_schedule
 from distsim.report.summary import summarize
@@ -11,7 +10,6 @@ from distsim.report.trace import write_trace
 __all__ = [
     "describe_schedule",
     "plot_explanation",
-    "plot_memory",
     "plot_schedule",
     "plot_timeline",
     "summarize",

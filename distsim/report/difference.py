@@ -9,7 +9,8 @@ from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.report.figures import DEVICE, StepFigures
-from distsim.simulation.explain.text import count, rate_text, seconds_text, table
+from distsim.schedule.refusals import count
+from distsim.simulation.explain.text import rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
 NEXT_STEP = "overlap with the next step"

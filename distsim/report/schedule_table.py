@@ -7,7 +7,8 @@ from collections.abc import Sequence
 
 from distsim.report.schedule_picture import chunk_of
 from distsim.schedule import FLUSH, Cell, Schedule
-from distsim.simulation.explain.text import count, table
+from distsim.schedule.refusals import count
+from distsim.simulation.explain.text import table
 from distsim.simulation.schedule_times import ScheduleTimes
 from distsim.simulation.steady_state import short_step_note
 

@@ -10,9 +10,10 @@ from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import Device, Op
 from distsim.ops import op_label, operator
 from distsim.report.labels import ranks_label
+from distsim.schedule.refusals import count
 from distsim.simulation import Simulation
 from distsim.simulation.explain.interval import Interval, correction
-from distsim.simulation.explain.text import count, rate_text, seconds_text, table
+from distsim.simulation.explain.text import rate_text, seconds_text, table
 from distsim.simulation.memory.origins import grouped
 from distsim.simulation.quantities import bytes_label
 from distsim.simulation.tasks.rank_classes import communicates

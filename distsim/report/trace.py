@@ -31,7 +31,7 @@ from distsim.simulation.memory.timeline import memory_timeline
 from distsim.simulation.memory.walk import KINDS
 from distsim.simulation.tasks.rank_classes import communicates
 from distsim.simulation.tasks.streams import Stream
-from distsim.simulation.tasks.templates import Ints
+from distsim.simulation.tasks.templates import Ints, tasks_of_uses
 from distsim.simulation.tasks.timeline import Piece
 
 MOST_COUNTED = 100_000
@@ -315,7 +315,7 @@ class SliceWriter:
 
     def _made(self, piece: Piece, members: dict[int, list[Device]]) -> Iterator[tuple[int, _Sheet]]:
         class_of = np.array([stream.rank_class for stream in piece.stream_table], np.int64)
-        tasks = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
+        tasks = tasks_of_uses(piece.stream_start)
         if not len(tasks):
             return
         classes = class_of[piece.streams]

@@ -12,7 +12,7 @@ from distsim.ops import operator
 from distsim.simulation.explain.breakdown import PARTS
 from distsim.simulation.explain.critical_path import sums
 from distsim.simulation.simulation import Simulation
-from distsim.simulation.tasks.templates import Floats, Ints
+from distsim.simulation.tasks.templates import Floats, Ints, tasks_of_uses
 from distsim.simulation.tasks.timeline import Piece
 
 _LONGEST_WAIT = 0.25
@@ -101,7 +101,7 @@ def _by_label(
     found: dict[tuple[int, str], list[tuple[Floats, Floats]]] = {}
     for piece in simulation.timeline.pieces(rank_class):
         streams = np.array([stream.rank_class == rank_class for stream in piece.stream_table], np.bool_)
-        uses = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
+        uses = tasks_of_uses(piece.stream_start)
         tasks = uses[streams[piece.streams]]
         for op in piece.op_table:
             if op not in labels:
@@ -139,7 +139,7 @@ def _uses(piece: Piece, communication: bool) -> tuple[Ints, Ints]:
     """Return the tasks of a piece that take time, as often as they are on a stream, and the class of each."""
     known = [operator(op.op_type) for op in piece.op_table]
     chosen = np.array([each.computes != communication and not each.issues for each in known], np.bool_)
-    uses = np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
+    uses = tasks_of_uses(piece.stream_start)
     now = (chosen[piece.op] & (piece.end > piece.start))[uses]
     rank_class = np.array([stream.rank_class for stream in piece.stream_table], np.int64)
     return uses[now], rank_class[piece.streams[now]]

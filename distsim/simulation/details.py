@@ -16,7 +16,7 @@ from distsim.simulation.maxplus.row_loop import run_rounds
 from distsim.simulation.tasks.block_matrix import BlockTasks
 from distsim.simulation.tasks.rank_classes import RankClasses
 from distsim.simulation.tasks.streams import Stream
-from distsim.simulation.tasks.templates import Floats
+from distsim.simulation.tasks.templates import Floats, tasks_of_uses
 from distsim.simulation.tasks.timeline import OpRuns, Piece, names_of, op_runs
 
 
@@ -176,7 +176,7 @@ class ProgramTimeline:
             seconds = float(tasks.durations[0])
             runs = [(c, times, seconds * times) for c in dict.fromkeys(classes.tolist())]
             return [OpRuns(tasks.op_table[0], *each) for each in runs]
-        use = np.repeat(np.arange(len(tasks)), np.diff(tasks.stream_start))
+        use = tasks_of_uses(tasks.stream_start)
         return op_runs(tasks.op_table, tasks.op[use], classes[tasks.streams], tasks.durations[use], times)
 
 

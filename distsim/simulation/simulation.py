@@ -14,13 +14,13 @@ from distsim.ir import Device, Function, Op
 from distsim.ir.dead import brings_backward
 from distsim.ops import op_label, signature_of, work
 from distsim.program.program import Program
+from distsim.schedule.refusals import count
 from distsim.simulation.explain.breakdown import breakdown
 from distsim.simulation.explain.critical_path import CriticalPath
 from distsim.simulation.explain.explain import explain
 from distsim.simulation.explain.explanation import Explanation
 from distsim.simulation.explain.interval import Interval, interval_of
-from distsim.simulation.explain.peak_rate import PeakRate
-from distsim.simulation.explain.text import count, html_table, rate_text, seconds_text
+from distsim.simulation.explain.text import html_table, rate_text, seconds_text
 from distsim.simulation.explain.walk import critical_path
 from distsim.simulation.memory.host import host_memory, program_host_memory
 from distsim.simulation.memory.peak import MemoryUse, peak_memory, saved_by_module
@@ -30,7 +30,7 @@ from distsim.simulation.steady_state import full_program, microbatch_time, short
 from distsim.simulation.tasks.rank_classes import RankClasses, communicates, placement_classes
 from distsim.simulation.tasks.spans import Shares, Span, shares_of, spans_of
 from distsim.simulation.tasks.timeline import FlatTimeline, Timeline
-from distsim.simulation.trained_step import PlannedStep
+from distsim.simulation.trained_step import PeakRate, PlannedStep
 
 
 class Simulation:

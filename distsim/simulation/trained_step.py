@@ -1,8 +1,14 @@
-"""What a simulated step is a step of: how much it trains on, and what the model itself computes for that."""
+"""What a simulated step is a step of: how much it trains on, what the model itself computes for that, and the
+peak that utilisation (MFU, HFU) is a share of."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from distsim.cost.efficiency import matrix_type
+from distsim.ir import Device, Op, Topology
+from distsim.schedule.refusals import count
 
 
 @dataclass(frozen=True)
@@ -40,3 +46,62 @@ class PlannedStep(TrainedStep):
 
     def __str__(self) -> str:
         return f"{self.name} on {self.cluster}, {self.plan}, batch {self.samples}"
+
+
+@dataclass(frozen=True)
+class SearchedStep(TrainedStep):
+    """What all plans of a search do, on a topology.
+
+    ``peak``: the FLOP/s of a device in the type of most FLOPs; 0 where there are none. ``state_bytes`` are
+    those of parameters and optimizer state, of which a checkpoint has one copy.
+    """
+
+    peak: float = 0.0
+    state_bytes: int = 0
+    topology: Topology = field(default_factory=Topology, repr=False)
+
+    def mfu(self, seconds: float) -> float:
+        """Return the share of the peak of all devices that the model's own FLOPs reach in so many seconds."""
+        peak = self.peak * len(self.topology.devices)
+        return self.flops / (seconds * peak) if peak and seconds else 0.0
+
+    def rate(self, seconds: float) -> float:
+        """Return the tokens, or samples where there are none, of a second and a device."""
+        return self.tokens / seconds / len(self.topology.devices) if seconds else 0.0
+
+
+@dataclass(frozen=True)
+class PeakRate:
+    """FLOP/s of each of some devices, in the element type of most products; None where there are none."""
+
+    dtype: str | None
+    each: tuple[float, ...]
+
+    @staticmethod
+    def of(ops: Iterable[Op], devices: Sequence[Device]) -> PeakRate:
+        """Return that of devices that run these ops."""
+        dtype = matrix_type(ops)
+        return PeakRate(dtype, tuple([0.0 if dtype is None else device.peak(dtype) for device in devices]))
+
+    @property
+    def total(self) -> float:
+        """FLOP/s of all devices together."""
+        return sum(self.each)
+
+    def share(self, flops: float, seconds: float) -> float:
+        """Return the share of it that so many FLOPs in a time are; 0 where there are none."""
+        most = self.total * seconds
+        return flops / most if most else 0.0
+
+    def __str__(self) -> str:
+        """Of a device where all have the same, else of all together.
+
+        >>> print(PeakRate("bfloat16", (989.4e12,) * 2))
+        989.4 TFLOP/s each (bfloat16, 2 devices)
+        """
+        if self.dtype is None:
+            return "no products' peak"
+        one = len(set(self.each)) == 1
+        figure = f"{(self.each[0] if one else self.total) / 1e12:.4g} TFLOP/s"
+        way = " each" if one and len(self.each) > 1 else ""
+        return f"{figure}{way} ({self.dtype}, {count(len(self.each), 'device')})"

@@ -12,7 +12,7 @@ from distsim.hardware import load_cluster
 from distsim.hardware.presets import Figure, table_and_figures
 from distsim.ir import Topology
 from distsim.plan_search.training.estimate import DeviceRates
-from distsim.simulation.explain.text import count as count_of
+from distsim.schedule.refusals import count as count_of
 from distsim.study.simulate import cluster_label, topology_of
 
 Cluster = str | os.PathLike[str] | Topology

@@ -22,7 +22,7 @@ from distsim.plan_search.space import PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import OBJECTIVES, TrainingCosts
 from distsim.plan_search.views.cluster_comparison import ClusterComparison
 from distsim.plan_search.workers import RemoteWorkers, dask_workers
-from distsim.simulation.explain.text import count
+from distsim.schedule.refusals import count
 from distsim.study.choices import Choices
 from distsim.study.clusters import Cluster, SizedCluster, sized_clusters
 from distsim.study.options import Model, ModelOptions, check_keywords, options_of

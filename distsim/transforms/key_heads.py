@@ -14,7 +14,7 @@ from functools import partial
 import numpy as np
 
 from distsim.cache import Cache
-from distsim.ir import Environment, Function, Literal, Op, Value, callees, rewire_op, rewrite
+from distsim.ir import Environment, Function, Literal, Op, Value, rewrite, rewrite_all
 from distsim.ir.type import Int64, Tensor, as_tensor
 from distsim.ir.value import Attributes
 
@@ -33,16 +33,12 @@ def repeat_key_heads(function: Function, ranks: int) -> Function:
 
 
 def _repeated(function: Function, ranks: int) -> Function | None:
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        done[current] = rewrite(current, partial(_change, ranks=ranks, done=done))
-    return None if done[function] is function else done[function]
+    change = partial(_change, ranks=ranks)
+    found = rewrite_all(function, lambda _, current: rewrite(current, change))
+    return None if found is function else found
 
 
-def _change(op: Op, env: Environment, ranks: int, done: dict[Function, Function]) -> Iterator[Op]:
-    op = rewire_op(op, env)
-    if any(done[each] is not each for each in op.subfunctions):
-        op = replace(op, subfunctions=tuple([done[each] for each in op.subfunctions]))
+def _change(op: Op, env: Environment, ranks: int) -> Iterator[Op]:
     if op.op_type not in ("Attention", "AttentionGrad") or not _is_repeated(op.inputs, ranks):
         yield op
         return

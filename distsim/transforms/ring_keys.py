@@ -8,12 +8,12 @@ ranks these are the same keys and values: ``Attention`` hands them on, and ``Att
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 
 from distsim.cache import Cache
-from distsim.ir import Environment, Function, Op, Value, callees, rewire_op, rewrite
+from distsim.ir import Environment, Function, Op, Value, callees, rewrite, rewrite_all
 from distsim.ir.value import Attributes
 
 _SAVED = Cache[Function, Function | None]("functions that save keys as a ring ends, by function", 4)
@@ -34,16 +34,18 @@ def save_last_keys(function: Function) -> Function:
 def _saving(function: Function) -> Function | None:
     functions = (*callees(function), function)
     makers, readers = _linked(functions, _places(functions, "Attention"), _places(functions, "AttentionGrad"))
-    done: dict[Function, Function] = {}
-    for current in functions:
+
+    def change(before: Function, current: Function) -> Function:
         own = {op.inputs[1:3] for op in current.ops if op.op_type == "AttentionGrad"}
         last: dict[Value, Value] = {}
-        change = partial(_change, saved=current in makers, begins=current in readers, own=own, last=last)
-        changed = rewrite(current, lambda op, env, change=change: change(_calling(op, env, done)))
-        if current in makers:
+        marked = partial(_marked, saved=before in makers, begins=before in readers, own=own, last=last)
+        changed = rewrite(current, marked)
+        if before in makers:
             changed = replace(changed, outputs=tuple([last.get(value, value) for value in changed.outputs]))
-        done[current] = changed
-    return None if done[function] is function else done[function]
+        return changed
+
+    found = rewrite_all(function, change)
+    return None if found is function else found
 
 
 def _places(functions: tuple[Function, ...], op_type: str) -> Places:
@@ -84,16 +86,13 @@ def _linked(functions: tuple[Function, ...], made: Places, read: Places) -> tupl
         read = {each: places for each, places in read.items() if each not in bad}
 
 
-def _calling(op: Op, env: Environment, done: Mapping[Function, Function]) -> Op:
-    """Return an op that calls what has become of its callees."""
-    op = rewire_op(op, env)
-    if any(done[each] is not each for each in op.subfunctions):
-        op = replace(op, subfunctions=tuple([done[each] for each in op.subfunctions]))
-    return op
-
-
-def _change(
-    op: Op, saved: bool, begins: bool, own: set[tuple[Value, ...]], last: dict[Value, Value]
+def _marked(
+    op: Op,
+    _: Environment,
+    saved: bool,
+    begins: bool,
+    own: set[tuple[Value, ...]],
+    last: dict[Value, Value],
 ) -> Iterator[Op]:
     """``saved``: for another function; ``own``: keys and values that gradients of the same function read."""
     ends, marked = op.inputs[1:3], Attributes({**op.attributes, "last": 1})

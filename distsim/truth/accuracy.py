@@ -11,7 +11,8 @@ import statistics
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from distsim.simulation.explain.text import count, table
+from distsim.schedule.refusals import count
+from distsim.simulation.explain.text import table
 from distsim.truth.evaluation import Outcome
 from distsim.truth.row import Row
 from distsim.truth.score import (
@@ -152,12 +153,7 @@ class Accuracy:
             for each in (taken, fastest):
                 cells += [each.row["id"], f"{each.measured:.4g} s"]
             rows.append([*cells, _layout_in(taken, group)])
-        lines = table(header[:-1], [row[:-1] for row in rows])
-        width = max(map(len, lines))
-        layouts = [header[-1], *(row[-1] for row in rows)]
-        return "\n".join(
-            [f"{line.ljust(width)}  {text}".rstrip() for line, text in zip(lines, layouts, strict=True)]
-        )
+        return "\n".join(table(header, rows, texts=1))
 
     def _intervals(self) -> list[str]:
         known = [each for each in self.comparisons if each.has_interval]

@@ -2,7 +2,7 @@
 
 from distsim.importer.decoders.described import decoder_of, decoder_sizes, load_decoder
 from distsim.importer.decoders.huggingface import import_from_hf, sizes_from_hf
-from distsim.importer.decoders.named import model_names, model_source, named_sizes
+from distsim.importer.decoders.named import model_names, named_sizes
 
 __all__ = [
     "decoder_of",
@@ -10,7 +10,6 @@ __all__ = [
     "import_from_hf",
     "load_decoder",
     "model_names",
-    "model_source",
     "named_sizes",
     "sizes_from_hf",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import tomllib
 from functools import cache
 from importlib.resources import files
-from typing import Any, cast
+from typing import Any
 
 from distsim.errors import ImportModelError
 from distsim.importer.decoders.huggingface import sizes_from_hf
@@ -37,8 +37,3 @@ def named_sizes(name: str) -> DecoderSizes:
         raise ImportModelError(f"no model is named {name!r}{did_you_mean(name, model_names())}")
     fields = _table()[name]
     return sizes_from_hf(fields | dict.fromkeys(fields.get("null", ())), name)
-
-
-def model_source(name: str) -> str:
-    """Return where the figures of a model are from."""
-    return cast(str, _table()[name]["source"])

@@ -12,9 +12,8 @@ from distsim.errors import DistsimError
 from distsim.hardware.plan_mesh import plan_mesh
 from distsim.ir import Function
 from distsim.plan import Plan
-from distsim.plan_search.bounds.half_work import half_work
 from distsim.plan_search.bounds.layer_figures import LayerWork
-from distsim.plan_search.bounds.layer_work import layer_work
+from distsim.plan_search.bounds.layer_work import half_work, layer_work
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.bounds.saved_bytes import pending_bytes
 from distsim.plan_search.bounds.short_step import shortened

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Value
 from distsim.plan_search.bounds.layer_extras import layer_extras
-from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
+from distsim.plan_search.bounds.layer_figures import HalfWork, LayerPassage, LayerWork, StageWork
 from distsim.plan_search.bounds.saved_bytes import saved_bytes
 from distsim.plan_search.bounds.spans import LayerSpan, Passage, Spans, is_product
 from distsim.program.block import Block
@@ -47,10 +47,10 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         return None
     spans = Spans(ranks, cost_model)
     once = {key for key, maker in program.makers().items() if maker.once}
-    passes: list[tuple[BlockWork, BlockWork]] = []
+    passes: list[tuple[_BlockWork, _BlockWork]] = []
     for stage in program.stages:
-        forward = block_work(stage.forward, once, spans, ahead=True)
-        backward = block_work(stage.backward, once, spans, ahead=False)
+        forward = _block_work(stage.forward, once, spans, ahead=True)
+        backward = _block_work(stage.backward, once, spans, ahead=False)
         if forward is None or backward is None:
             return None
         passes.append((forward, backward))
@@ -63,7 +63,7 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
         StageWork(one.of_stage + two.of_stage + loss + max(one.layers - 1, 0) * between, one.layers, max(own))
         for (one, two), loss, own in zip(passes, losses, saved, strict=True)
     ]
-    ahead, behind = (least_of_calls(each) for each in zip(*passes, strict=True))
+    ahead, behind = (_least_of_calls(each) for each in zip(*passes, strict=True))
     outside = sum(sum(one.products) + sum(two.products) for one, two in passes)
     beside, layers = outside + sum(losses), sum(stage.layers for stage in stages)
     return LayerWork(
@@ -88,6 +88,31 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
     )
 
 
+def half_work(program: Program, cost_model: CostModel) -> HalfWork | None:
+    """Return what a layer of the last stage takes whose backward pass is in two halves; None where layers are
+    not told apart or ranks differ.
+
+    In the first half nothing but products for gradients of inputs is there to be computed while collectives
+    run, so it waits for more of them than the same products do in a whole backward pass.
+    """
+    ranks = program_ranks(program.mesh, block_links(program.table()).communication, cost_model)
+    if len(program.stages) < 2 or any(len(part.members) > 1 for part in ranks.slices):
+        return None
+    spans, once = Spans(ranks, cost_model), {key for key, maker in program.makers().items() if maker.once}
+    first, second = program.parts.halves[-1]
+    passes: list[_BlockWork] = []
+    for block, ahead in ((program.stages[-1].forward, True), (first, False), (second, False)):
+        made = _block_work(block, once, spans, ahead)
+        if made is None:
+            return None
+        passes.append(made)
+    layers = passes[0].layers
+    if not layers or any({*Counter(f for f, _ in one.calls).values()} != {layers} for one in passes):
+        return None
+    layer = sum(_least_of_calls([one]).seconds for one in passes) / layers
+    return HalfWork(layer, _waits_between(passes[0]) + _waits_between(passes[1]))
+
+
 class _LeastOfCalls(NamedTuple):
     """What calls take at least, be they first or last of their stages: of these more or less depends on the
     microbatch, as where gathers of parameters wait for what is computed before them."""
@@ -99,7 +124,7 @@ class _LeastOfCalls(NamedTuple):
     waiting: float
 
 
-def least_of_calls(blocks: Iterable[BlockWork]) -> _LeastOfCalls:
+def _least_of_calls(blocks: Iterable[_BlockWork]) -> _LeastOfCalls:
     """Return that of blocks: as many calls as each callee has taken to take as the one that takes least."""
     each: dict[Function, list[_LeastOfCalls]] = {}
     for block in blocks:
@@ -112,7 +137,7 @@ def least_of_calls(blocks: Iterable[BlockWork]) -> _LeastOfCalls:
 _NO_CALLS = _LeastOfCalls(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
-def _layer_passage(passes: Sequence[tuple[BlockWork, BlockWork]]) -> LayerPassage | None:
+def _layer_passage(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> LayerPassage | None:
     """Return that of a layer; None where layers are not known (:func:`_are_whole`), or are no chain."""
     if not _are_whole(passes):
         return None
@@ -124,11 +149,11 @@ def _layer_passage(passes: Sequence[tuple[BlockWork, BlockWork]]) -> LayerPassag
     if ahead is None or behind is None or not ahead.follows:
         return None
     longest = max(span.seconds for _, each in passes for _, span in each.calls)
-    waits = [min(waits_between(each) for each in own if each.calls) for own in zip(*passes, strict=True)]
+    waits = [min(_waits_between(each) for each in own if each.calls) for own in zip(*passes, strict=True)]
     return LayerPassage(ahead.seconds, behind.seconds, max(longest - behind.lead, 0.0), *waits)
 
 
-def waits_between(block: BlockWork) -> float:
+def _waits_between(block: _BlockWork) -> float:
     """Return by how much later a layer of a block begins than the last product of the one before ends."""
     passage = block.passage
     if passage is None or not passage.follows:
@@ -136,7 +161,7 @@ def waits_between(block: BlockWork) -> float:
     return max(passage.entry + passage.lead - max(span.seconds for _, span in block.calls), 0.0)
 
 
-def _are_whole(passes: Sequence[tuple[BlockWork, BlockWork]]) -> bool:
+def _are_whole(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> bool:
     """Whether each layer is one call forward, and the same calls backward wherever it is, so that a stage has
     whole layers."""
     for stage in passes:
@@ -148,7 +173,7 @@ def _are_whole(passes: Sequence[tuple[BlockWork, BlockWork]]) -> bool:
 
 
 def _callees(
-    passes: Sequence[tuple[BlockWork, BlockWork]],
+    passes: Sequence[tuple[_BlockWork, _BlockWork]],
 ) -> set[tuple[frozenset[Function], frozenset[Function]]]:
     """Return what the layers of each stage call forward and backward: one thing where all are equal."""
     return {
@@ -158,7 +183,7 @@ def _callees(
     }
 
 
-def _head_seconds(passes: Sequence[tuple[BlockWork, BlockWork]]) -> float:
+def _head_seconds(passes: Sequence[tuple[_BlockWork, _BlockWork]]) -> float:
     """Return the seconds of the products outside of layers; 0 unless they are of one product."""
     forward = [(stage, seconds) for stage, (one, _) in enumerate(passes) for seconds in one.products]
     backward = [(stage, seconds) for stage, (_, two) in enumerate(passes) for seconds in two.products]
@@ -168,7 +193,7 @@ def _head_seconds(passes: Sequence[tuple[BlockWork, BlockWork]]) -> float:
 
 
 def _layer_sums(
-    blocks: Sequence[Block], passes: Sequence[tuple[BlockWork, BlockWork]], spans: Spans
+    blocks: Sequence[Block], passes: Sequence[tuple[_BlockWork, _BlockWork]], spans: Spans
 ) -> float:
     """Return the seconds for which gradients of a layer are added to sums, the least on any stage.
 
@@ -188,7 +213,7 @@ def _layer_sums(
     return min(found, default=0.0)
 
 
-class BlockWork(NamedTuple):
+class _BlockWork(NamedTuple):
     """The ``calls`` of a block, each with its span, what its other products take, and what is ``around``
     these, made of them in the forward pass, for them in the backward pass, the span of the ``whole`` where
     there are no calls, and the ``passage`` through each call where all are of one callee, and each
@@ -221,7 +246,7 @@ class BlockWork(NamedTuple):
         return max(self.seconds, self.whole)
 
 
-def block_work(block: Block, once: set[Value], spans: Spans, ahead: bool) -> BlockWork | None:
+def _block_work(block: Block, once: set[Value], spans: Spans, ahead: bool) -> _BlockWork | None:
     """Return that of a block; None if it differs between stages."""
     function = block.function
     given = tuple([key in once for key in block.inputs])
@@ -243,7 +268,7 @@ def block_work(block: Block, once: set[Value], spans: Spans, ahead: bool) -> Blo
     if whole is None:
         return None
     around = _seconds_around(function, fixed, spans, ahead)
-    return BlockWork(tuple(calls), tuple(products), around, whole.seconds, _passage(function, fixed, spans))
+    return _BlockWork(tuple(calls), tuple(products), around, whole.seconds, _passage(function, fixed, spans))
 
 
 def _seconds_around(function: Function, fixed: set[Value], spans: Spans, ahead: bool) -> float:

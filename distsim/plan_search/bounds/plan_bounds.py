@@ -45,7 +45,6 @@ from distsim.plan import Plan, parse_schedule
 from distsim.plan.buckets import buckets_of
 from distsim.plan_search.bounds.data_traffic import NO_TRAFFIC, DataTraffic, reduced_late, sends_at_once
 from distsim.plan_search.bounds.layer_figures import LayerExtras, LayerWork, StageWork
-from distsim.plan_search.bounds.layer_products import LayerProducts, layer_products
 from distsim.plan_search.bounds.pipeline_bounds import (
     HeldParts,
     bytes_of_stages,
@@ -120,11 +119,6 @@ class PlanBounds:
         devices = self.topology.devices
         kinds = {(d.flops_efficiency, d.peaks, d.throughput, d.rates): d for d in devices}
         return tuple(kinds.values())
-
-    @cached_property
-    def _layer_products(self) -> LayerProducts | None:
-        """What the products of a layer take, at the best rate."""
-        return layer_products(self.function, self.layers, self._best_seconds) if self.layers else None
 
     @cached_property
     def held(self) -> HeldBytes:
@@ -241,8 +235,7 @@ class PlanBounds:
         """Return seconds that no step under a plan falls below; ``known`` is what others teach of it."""
         count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
-        layers = known.layers or self._least_work(plan)
-        beside, sums = 0.0, known.sums
+        layers, beside, sums = known.layers, 0.0, known.sums
         if layers:
             between = layers.passage.between if layers.passage else 0.0
             # In two halves other calls compute them. What is between layers may be no more than that.
@@ -276,19 +269,12 @@ class PlanBounds:
         traffic = traffic.of_layers(known.extras, self.layers, plan)
         return traffic.seconds_after(plan, self.topology) / self.layers
 
-    def _least_work(self, plan: Plan) -> LayerWork | None:
-        """Return what layers take at least of which nothing was built, where a plan counts them."""
-        products = self._layer_products
-        if products is None or not layers_counted(plan, self.layers):
-            return None
-        return products.work(plan.dp * plan.tp * plan.cp * plan.microbatches, self.layers)
-
     def _stages(self, plan: Plan, known: PlanKnowledge) -> tuple[StageWork, ...]:
         """Return the stages that are known, or those of a plan that counts equal layers."""
         counts = () if known.stages else layers_counted(plan, self.layers)
         if not counts:
             return known.stages
-        work = known.layers or self._least_work(plan)
+        work = known.layers
         layer, head = (work.layer, work.head) if work else (0.0, 0.0)
         passage = work.passage if work and known.whole and runs_alone(plan) else None
         between = passage.between if passage else 0.0

@@ -14,9 +14,9 @@ from typing import Any
 from distsim.errors import PlanError
 from distsim.hardware.presets import Figure
 from distsim.hardware.units import HOUR
-from distsim.plan_search.searched_step import SearchedStep
 from distsim.plan_search.training.goodput import Goodput, Reliability
 from distsim.plan_search.trial import PlanTrial
+from distsim.simulation.trained_step import SearchedStep
 
 PUE = 1.1
 """What a building draws of what its computers do: as the authors of LLaMA took it (Touvron et al. 2023,

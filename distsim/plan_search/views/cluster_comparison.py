@@ -112,13 +112,14 @@ class ClusterComparison(Mapping[str, SearchResult]):
         known = [estimate for _, estimate in ordered if estimate is not None]
         columns = self._columns(known)
         rows = [
-            [name, *([cell(own) for cell in columns.values()] if own else _nothing(len(columns)))]
+            [
+                name,
+                *([cell(own) for cell in columns.values()] if own else _nothing(len(columns))),
+                short(own.trial.plan) if own else "",
+            ]
             for name, own in ordered
         ]
-        lines = table(["cluster", *columns], rows)
-        plans = ["best plan", *(short(own.trial.plan) if own else "" for _, own in ordered)]
-        width = max(map(len, lines))
-        shown = [f"{line.ljust(width)}  {plan}".rstrip() for line, plan in zip(lines, plans, strict=True)]
+        shown = table(["cluster", *columns, "best plan"], rows, texts=1)
         return "\n".join([*shown, *self._notes(ordered)])
 
     def _columns(self, known: list[TrainingEstimate]) -> dict[str, CostCell]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 
 from distsim.plan_search.columns import plan_columns, short
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.columns import plan_cost_columns
 from distsim.plan_search.trial import PlanTrial
-from distsim.simulation.explain.text import count, seconds_text, table
+from distsim.schedule.refusals import count
+from distsim.simulation.explain.text import seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
 _MOST_NEARLY, _MOST_FRONT, _MOST_REASONS = 3, 8, 4
@@ -63,27 +63,16 @@ def best_table(result: SearchResult) -> list[str]:
         for place, (trial, own, estimate) in enumerate(zip(result.winners, plans, estimates, strict=True), 1)
     ]
     return [
-        *_left_last(header, rows, len(words) + 1),
+        *table(header, rows, len(words) + 1),
         *([f"all of them with {','.join(shared)}"] if shared else []),
     ]
-
-
-def _left_last(header: Sequence[str], rows: Sequence[Sequence[str]], last: int) -> list[str]:
-    """Lay out columns of which the last ones are texts, to the left."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    first = len(header) - last
-    padded = [
-        [*row[:first], *(cell.ljust(width) for cell, width in zip(row[first:], widths[first:], strict=True))]
-        for row in (header, *rows)
-    ]
-    return [line.rstrip() for line in table(padded[0], padded[1:])]
 
 
 def _front(result: SearchResult) -> list[str]:
     front = result.pareto
     lines = ["less memory for more time (of the plans that were simulated):"]
     rows = [(seconds_text(t.seconds), bytes_label(t.peak), short(t.plan)) for t in front[:_MOST_FRONT]]
-    lines += _left_last(("step", "memory", "plan"), rows, 1)
+    lines += table(("step", "memory", "plan"), rows, 1)
     return [*lines, f"... and {len(front) - _MOST_FRONT} more"] if len(front) > _MOST_FRONT else lines
 
 
@@ -127,7 +116,7 @@ def _nearly(result: SearchResult) -> list[str]:
         (seconds_text(t.seconds), bytes_label(t.peak), f"{bytes_label(t.missing)} too much", short(t.plan))
         for t in near[:_MOST_NEARLY]
     ]
-    return ["", "nearly fits:", *_left_last(("step", "memory", "", "plan"), rows, 1)]
+    return ["", "nearly fits:", *table(("step", "memory", "", "plan"), rows, 1)]
 
 
 def why(result: SearchResult) -> list[str]:

@@ -9,9 +9,9 @@ from distsim.program.program import Program
 from distsim.report.labels import ranks_label
 from distsim.report.schedule_picture import COLOURS, KIND_NAMES, Box, chunk_of, merged
 from distsim.report.timeline import marks_of
+from distsim.schedule.refusals import count as count_of
 from distsim.simulation import Simulation
 from distsim.simulation.calls import call_times, communication_times
-from distsim.simulation.explain.text import count as count_of
 from distsim.simulation.explain.text import seconds_text
 
 MOST_ROWS, MOST_BOXES, MOST_STRIPS = 64, 40_000, 50_000

@@ -6,24 +6,29 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+
 from distsim.ops.launch import LAUNCH
 from distsim.program.program import Program
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.labels import ranks_label
-from distsim.report.memory import COLOURS, fullest_moments
 from distsim.report.page.boxes import timeline_part
 from distsim.simulation import Explanation, Simulation
 from distsim.simulation.calls import device_parts
 from distsim.simulation.explain.breakdown import PARTS
-from distsim.simulation.memory.timeline import memory_timeline
+from distsim.simulation.memory.timeline import MemoryTimeline, memory_timeline
 from distsim.simulation.memory.walk import KINDS
 from distsim.simulation.quantities import bytes_label
+from distsim.simulation.tasks.task_table import Ints
 
 MOST_TASKS = 500_000
 """Tasks of a step, beyond which its memory over time is left out: half a minute goes into them."""
 
 _MOST_DEVICES, _MOST_MOMENTS = 16, 800
 _MOST_SEGMENTS = 4000
+
+_COLOURS = ("#4878a8", "#8c6bb1", "#b0b0b0", "#5a9e6f", "#c44e52", "#d9a441", "#7fb8c9", "#d1793b")
+"""Of the kinds of memory."""
 
 
 def step_part(simulation: Simulation, figures: StepFigures) -> dict[str, Any]:
@@ -95,7 +100,7 @@ def _memory(simulation: Simulation) -> dict[str, Any]:
         }
         if over_time:
             own = timelines[number]
-            shown = fullest_moments(own, _MOST_MOMENTS)
+            shown = _fullest_moments(own, _MOST_MOMENTS)
             rank |= {
                 "times": [round(time * 1e9) for time in own.times[shown].tolist()],
                 "by_kind": [column.tolist() for column in own.by_kind[shown].T],
@@ -104,8 +109,18 @@ def _memory(simulation: Simulation) -> dict[str, Any]:
     said = _left_out(simulation, len(members) - len(order), [len(own.times) for own in timelines])
     if not over_time:
         said.append(f"memory over time is left out: the step has {tasks:,} tasks, more than {MOST_TASKS:,}")
-    kinds = [list(pair) for pair in zip(KINDS, COLOURS, strict=True)]
+    kinds = [list(pair) for pair in zip(KINDS, _COLOURS, strict=True)]
     return {"kinds": kinds, "ranks": ranks, "left_out": said}
+
+
+def _fullest_moments(timeline: MemoryTimeline, most: int) -> Ints:
+    """Return which moments to draw: of more than ``most``, the fullest in each stretch."""
+    count = len(timeline.times)
+    if count <= most:
+        return np.arange(count)
+    edges = np.linspace(0, count, most + 1).astype(np.int64)
+    stretches = zip(edges[:-1].tolist(), edges[1:].tolist(), strict=True)
+    return np.array([a + int(timeline.in_use[a:b].argmax()) for a, b in stretches], np.int64)
 
 
 def _left_out(simulation: Simulation, groups: int, moments: Sequence[int]) -> list[str]:

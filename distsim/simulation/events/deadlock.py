@@ -8,13 +8,13 @@ import numpy as np
 
 from distsim.errors import SimulationError
 from distsim.simulation.tasks.task_table import Ints, Tasks
+from distsim.simulation.tasks.templates import tasks_of_uses
 
 
 def waits(tasks: Tasks) -> tuple[Ints, Ints]:
     """Return (task, source), one entry per wait: what a task needs, and the task before on each stream."""
-    numbers = np.arange(len(tasks))
-    dependent = np.repeat(numbers, np.diff(tasks.dep_start))
-    on_stream = np.repeat(numbers, np.diff(tasks.stream_start))
+    dependent = np.repeat(np.arange(len(tasks)), np.diff(tasks.dep_start))
+    on_stream = tasks_of_uses(tasks.stream_start)
     order = np.argsort(tasks.streams, kind="stable")
     ordered, streams = on_stream[order], tasks.streams[order]
     same = streams[1:] == streams[:-1]

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from distsim.ops.launch import LAUNCH
+from distsim.schedule.refusals import count
 from distsim.simulation.explain.critical_path import CriticalPath
-from distsim.simulation.explain.text import count, seconds_text, table
+from distsim.simulation.explain.text import seconds_text, table
 
 _MOST_KINDS = 10
 _MOST_STAGES = 32

@@ -6,13 +6,14 @@ from collections.abc import Sequence
 from html import escape
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """Lay out columns: the first to the left, the others to the right."""
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], texts: int = 0) -> list[str]:
+    """Lay out columns: the first and the last ``texts`` to the left, the others to the right."""
     widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
+    numbers = range(1, len(widths) - texts)
     lines: list[str] = []
     for row in (header, *rows):
-        cells = [row[0].ljust(widths[0])]
-        cells += [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        columns = enumerate(zip(row, widths, strict=True))
+        cells = [cell.rjust(width) if n in numbers else cell.ljust(width) for n, (cell, width) in columns]
         lines.append("  ".join(cells).rstrip())
     return lines
 
@@ -30,11 +31,6 @@ def html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
             for tag, cells in (*lines, *(("td", row) for row in rows))
         )
     )
-
-
-def count(number: int, noun: str) -> str:
-    """Return ``1 device``, ``2 devices``."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def rate_text(number: float) -> str:

@@ -72,7 +72,6 @@ class Excerpt:
         self.calls, self.sample = calls, sample
         self.blocks, self.pairs = dict(calls.calls), dict(calls.pairs)
         self.latest = dict(sample.latest)
-        self.arriving = frozenset(calls.brought)
         self.frame: dict[tuple[int, int], Value] = {}
         self.places: dict[Value, tuple[int, int]] = {}
         self.sizes: dict[Value, int] = {}

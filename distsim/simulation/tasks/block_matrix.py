@@ -19,7 +19,7 @@ from distsim.simulation.tasks.lower import Lowering
 from distsim.simulation.tasks.rank_classes import Classes, ClassExchange, Group, Placement
 from distsim.simulation.tasks.streams import Stream
 from distsim.simulation.tasks.task_table import TaskTable
-from distsim.simulation.tasks.templates import Floats, Ints, Where, starts
+from distsim.simulation.tasks.templates import Floats, Ints, Where, starts, tasks_of_uses
 
 Bools = npt.NDArray[np.bool_]
 
@@ -220,7 +220,7 @@ class BlockTasks(TaskTable):
 
 def neighbours(stream_start: Ints, streams: Ints, count: int) -> tuple[Ints, Ints]:
     """Return the task before on the stream of each use, and the last task on each stream; -1 for none."""
-    task = np.repeat(np.arange(len(stream_start) - 1), np.diff(stream_start))
+    task = tasks_of_uses(stream_start)
     order = np.argsort(streams, kind="stable")
     same = streams[order[1:]] == streams[order[:-1]]
     before = np.full(len(streams), -1, np.int64)

@@ -11,7 +11,7 @@ from distsim.ir import Op
 from distsim.ops import operator
 from distsim.ops.launch import HOST
 from distsim.simulation.tasks.streams import Stream
-from distsim.simulation.tasks.templates import Floats, Ints
+from distsim.simulation.tasks.templates import Floats, tasks_of_uses
 from distsim.simulation.tasks.timeline import Piece, Timeline
 
 _MOST_TASKS = 4096
@@ -93,11 +93,6 @@ def _spans(piece: Piece, paths: Sequence[str], part: slice) -> Iterator[Span]:
             )
 
 
-def _tasks_of_uses(piece: Piece) -> Ints:
-    """Return the task of each use of a stream."""
-    return np.repeat(np.arange(len(piece)), np.diff(piece.stream_start))
-
-
 def _intervals(piece: Piece, rank_class: int, moving: dict[Op, bool]) -> tuple[Floats, Floats, Floats]:
     """Return start and end of what a class does in a piece, and 1.0 where it moves something.
 
@@ -107,7 +102,7 @@ def _intervals(piece: Piece, rank_class: int, moving: dict[Op, bool]) -> tuple[F
     """
     own = [stream.rank_class == rank_class and stream.name != HOST for stream in piece.stream_table]
     table = np.array(own, np.bool_)
-    tasks = _tasks_of_uses(piece)[table[piece.streams]] if len(piece) else np.empty(0, np.int64)
+    tasks = tasks_of_uses(piece.stream_start)[table[piece.streams]] if len(piece) else np.empty(0, np.int64)
     for op in piece.op_table:
         if op not in moving:
             moving[op] = not operator(op.op_type).computes

@@ -120,6 +120,11 @@ def _sorted(pairs: list[tuple[Ints, Ints]]) -> tuple[Ints, Ints]:
     return keys[order], values[order]
 
 
+def tasks_of_uses(stream_start: Ints) -> Ints:
+    """Return the task of each use of a stream, by where those of each task begin, and the last ones end."""
+    return np.repeat(np.arange(len(stream_start) - 1), np.diff(stream_start))
+
+
 def starts(task: Ints, count: int) -> Ints:
     """Return where the entries of each task begin in arrays that are sorted by task, and the end."""
     return np.concatenate([[0], np.cumsum(np.bincount(task, minlength=count))]).astype(np.int64)

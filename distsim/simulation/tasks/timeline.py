@@ -13,7 +13,7 @@ from distsim.ir import Op
 from distsim.simulation.tasks.rank_classes import RankClasses
 from distsim.simulation.tasks.streams import Stream
 from distsim.simulation.tasks.task_table import Tasks
-from distsim.simulation.tasks.templates import Floats, Ints
+from distsim.simulation.tasks.templates import Floats, Ints, tasks_of_uses
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -152,7 +152,8 @@ class FlatTimeline:
     def ends(self) -> Floats:
         """The last end on each class."""
         last = np.zeros(len(self.classes.members))
-        np.maximum.at(last, self._class_of_use, self.end[self._task_of_use])
+        tasks = tasks_of_uses(self.tasks.stream_start)
+        np.maximum.at(last, self._class_of_stream[self.tasks.streams], self.end[tasks])
         return last
 
     @cached_property
@@ -163,9 +164,9 @@ class FlatTimeline:
     @property
     def op_runs(self) -> Sequence[OpRuns]:
         """Every op on every class on which it is run."""
-        task = self._task_of_use
-        seconds = (self.end - self.start)[task]
-        return op_runs(self.tasks.op_table, self.tasks.op[task], self._class_of_use, seconds)
+        task = tasks_of_uses(self.tasks.stream_start)
+        classes, seconds = self._class_of_stream[self.tasks.streams], (self.end - self.start)[task]
+        return op_runs(self.tasks.op_table, self.tasks.op[task], classes, seconds)
 
     def __len__(self) -> int:
         return len(self.tasks)
@@ -189,10 +190,5 @@ class FlatTimeline:
         )
 
     @property
-    def _task_of_use(self) -> Ints:
-        return np.repeat(np.arange(len(self.tasks)), np.diff(self.tasks.stream_start))
-
-    @property
-    def _class_of_use(self) -> Ints:
-        table = np.array([stream.rank_class for stream in self.tasks.stream_table], np.int64)
-        return table[self.tasks.streams]
+    def _class_of_stream(self) -> Ints:
+        return np.array([stream.rank_class for stream in self.tasks.stream_table], np.int64)

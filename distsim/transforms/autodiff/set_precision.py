@@ -24,9 +24,9 @@ from distsim.ir import (
     Tensor,
     Type,
     Value,
-    callees,
     retype_op,
     rewrite,
+    rewrite_all,
 )
 from distsim.ir.module_names import added_name
 from distsim.ir.type import dtype_named
@@ -55,9 +55,7 @@ def set_precision(
     old, new = dtype_named(source), dtype_named(dtype)
 
     def change(op: Op, env: Environment) -> tuple[Op]:
-        attributes = _converted(op, old, new)
-        called = tuple([done[callee] for callee in op.subfunctions])
-        return (retype_op(op, env, function.name, attributes, called),)
+        return (retype_op(op, env, function.name, _converted(op, old, new)),)
 
     def converted(value: Value) -> Value:
         type_ = value.type
@@ -65,10 +63,9 @@ def set_precision(
             return replace(value, type=Tensor(new, type_.shape, type_.device))
         return value
 
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        done[current] = rewrite(current, change, [converted(value) for value in current.inputs])
-    return done[function]
+    return rewrite_all(
+        function, lambda _, current: rewrite(current, change, [converted(value) for value in current.inputs])
+    )
 
 
 def apply_precision(function: Function, precision: Precision) -> Function:
@@ -96,17 +93,13 @@ def set_product_rate(function: Function, rate: str) -> Function:
     """
 
     def change(op: Op, env: Environment) -> tuple[Op]:
-        called = tuple([done[callee] for callee in op.subfunctions])
         attributes = op.attributes
         product = not op.is_call and _multiplies(op) and not op.op_type.startswith("Attention")
         if product and signature_of(op).outputs[0].dtype == Float32():
             attributes = Attributes({**attributes, "rate": rate})
-        return (retype_op(op, env, function.name, attributes, called),)
+        return (retype_op(op, env, function.name, attributes),)
 
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        done[current] = rewrite(current, change)
-    return done[function]
+    return rewrite_all(function, lambda _, current: rewrite(current, change))
 
 
 def cast_number(dtype: DType) -> int:

@@ -9,10 +9,10 @@ For the same reason ops of one level, of whatever kernels, may run in one: so mu
 
 from __future__ import annotations
 
-import heapq
 from collections import Counter
 from collections.abc import Container, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from operator import is_
 
 from distsim.cache import Cache
@@ -25,40 +25,33 @@ from distsim.ops.kernel import KERNEL, kernel_attributes
 from distsim.ops.normalization import TWICE
 from distsim.ops.places import shape_of
 from distsim.ops.softmax import CAUSAL, TRIANGLE
-from distsim.program.block import Block, StageBlocks
+from distsim.program.block import RewrittenOps, StageBlocks, rewritten_block, rewritten_stages
 from distsim.transforms.kernels.multi_tensor import is_of_many, kind_of, launches, sums_of_squares
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue, promotes
-from distsim.transforms.kernels.products import products_of_groups
+from distsim.transforms.kernels.products import in_order, products_of_groups
 from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
 from distsim.transforms.kernels.strides import strided
 
-
-@dataclass(frozen=True)
-class Fused:
-    """A function in which kernels run several ops: ``parts`` are, per op of it, the places of those ops."""
-
-    function: Function
-    parts: tuple[tuple[int, ...], ...]
-
-
-_FUSED = Cache[Function, Fused | None](
+_FUSED = Cache[Function, RewrittenOps | None](
     "functions whose ops were joined into kernels, by function and policy", 4
 )
 
 
-def fuse(function: Function, kernels: Kernels) -> Fused:
+def fuse(function: Function, kernels: Kernels) -> RewrittenOps:
     """Return ``function`` with the ops that one kernel runs as one op, ``Kernel``; callees likewise.
 
     It is the function itself where nothing is joined. Other ops keep their order as far as kernels, which
     run when the last of their inputs is there, allow it. Made once per function and policy.
     """
-    found = _FUSED.get(function, kernels, lambda: _fused(function, kernels))
-    return (
-        Fused(function, tuple([(place,) for place in range(len(function.ops))])) if found is None else found
-    )
+    every = tuple([(place,) for place in range(len(function.ops))])
+    return _known(function, kernels) or RewrittenOps(function, every)
 
 
-def _fused(function: Function, kernels: Kernels) -> Fused | None:
+def _known(function: Function, kernels: Kernels) -> RewrittenOps | None:
+    return _FUSED.get(function, kernels, lambda: _fused(function, kernels))
+
+
+def _fused(function: Function, kernels: Kernels) -> RewrittenOps | None:
     """Return the function in which something is joined, or None."""
     if kernels.joins is None:
         return None
@@ -82,8 +75,9 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
     turns = {region[-1] for region in turned if not in_wide(ops[region[-1]])}
     made: list[Op] = []
     parts: list[tuple[int, ...]] = []
-    for number in _in_order(ops, groups, of):
-        group = [ops[place] for place in groups[number]]
+    units = [[ops[place] for place in group] for group in groups]
+    for number in in_order(units, [group[-1] for group in groups]):
+        group = units[number]
         outside = [v for op in group for v in op.outputs if not readers.get(v, set()) <= {number}]
         part = tuple(dict.fromkeys([source[place] for place in groups[number]]))
         if groups[number][-1] in turns:
@@ -94,7 +88,7 @@ def _fused(function: Function, kernels: Kernels) -> Fused | None:
             run = [group[0] if len(group) == 1 else kernel_of(group, outside, one)]
         made += run
         parts += [part] * len(run)
-    return Fused(replace(opened, ops=tuple(made)), tuple(parts))
+    return RewrittenOps(replace(opened, ops=tuple(made)), tuple(parts))
 
 
 _NORM_GRADIENTS = ("LayerNormalizationGrad", "RMSNormalizationGrad")
@@ -235,59 +229,12 @@ def _find(group: Sequence[int], place: int) -> int:
     return place
 
 
-def _in_order(ops: Sequence[Op], groups: Sequence[Sequence[int]], of: Mapping[int, int]) -> list[int]:
-    """Return the groups in an order in which each comes after what it reads; otherwise by their last op."""
-    maker = {value: of[place] for place, op in enumerate(ops) for value in op.outputs}
-    needs = [
-        {maker[value] for place in group for value in ops[place].inputs if value in maker} - {number}
-        for number, group in enumerate(groups)
-    ]
-    waiting = [len(each) for each in needs]
-    after: list[list[int]] = [[] for _ in groups]
-    for number, each in enumerate(needs):
-        for first in each:
-            after[first].append(number)
-    ready = [(groups[number][-1], number) for number, count in enumerate(waiting) if not count]
-    heapq.heapify(ready)
-    order: list[int] = []
-    while ready:
-        _, number = heapq.heappop(ready)
-        order.append(number)
-        for other in after[number]:
-            waiting[other] -= 1
-            if not waiting[other]:
-                heapq.heappush(ready, (groups[other][-1], other))
-    return order
-
-
-def fuse_block(block: Block, kernels: Kernels) -> Block:
-    """Return the block of a stage, run by kernels."""
-    plain, names = _fused_part(block.function, block.names, kernels)
-    more, more_names = None, block.accumulating_names
-    if block.accumulating is not None:
-        more, more_names = _fused_part(block.accumulating, more_names, kernels)
-    return replace(block, function=plain, accumulating=more, names=names, accumulating_names=more_names)
-
-
-def _fused_part(
-    function: Function, names: tuple[str, ...], kernels: Kernels
-) -> tuple[Function, tuple[str, ...]]:
-    """Return a function of a block, run by kernels, and the names of its ops: of a kernel's one."""
-    found = fuse(function, kernels)
-    if names:
-        names = tuple([joined_name(names[i] for i in part) for part in found.parts])
-    return found.function, names
-
-
 def fuse_stages(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
     """Return the blocks of all stages, run by kernels; those that share Functions share them still."""
+    run = partial(_known, kernels=kernels)
     return tuple(
         [
-            (
-                fuse_block(forward, kernels),
-                fuse_block(backward, kernels),
-                tuple([(number, fuse_block(block, kernels)) for number, block in updates]),
-            )
-            for forward, backward, updates in stages
+            (ahead, behind, tuple([(number, rewritten_block(block, run)) for number, block in updates]))
+            for ahead, behind, updates in rewritten_stages(stages, run)
         ]
     )

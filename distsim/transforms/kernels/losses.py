@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from distsim.cache import Cache
-from distsim.ir import Attributes, Environment, Function, Op, Value, callees, rewire_op, rewrite
+from distsim.ir import Attributes, Environment, Function, Op, Value, rewrite, rewrite_all
 from distsim.ir.dead import needed_ops
 from distsim.ir.type import as_tensor
 from distsim.transforms.kernels.policies import Kernels
@@ -43,46 +43,33 @@ def losses_apart(function: Function, kernels: Kernels) -> Function:
 
 def _rewritten(function: Function, loss: str) -> Function | None:
     """Return the function with its losses apart, or None: what is kept does not hold its key."""
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        writer = _LossWriter(done) if loss == "torch" else _LossSteps(done)
-        made = rewrite(current, writer.change)
+
+    def change(_: Function, current: Function) -> Function:
+        made = rewrite(current, _LossWriter().change if loss == "torch" else _in_steps)
         # What moves a loss's second output to where its gradient lies has nothing to move any longer.
         needed = needed_ops(made.ops, made.outputs)
-        done[current] = made if len(needed) == len(made.ops) else replace(made, ops=tuple(needed))
-    return None if done[function] is function else done[function]
+        return made if len(needed) == len(made.ops) else replace(made, ops=tuple(needed))
+
+    found = rewrite_all(function, change)
+    return None if found is function else found
 
 
-def _calling(op: Op, done: dict[Function, Function]) -> Op:
-    """Return an op that calls what its callees have become."""
-    called = tuple([done[each] for each in op.subfunctions])
-    return op if called == op.subfunctions else replace(op, subfunctions=called)
-
-
-class _LossSteps:
-    """Marks what is computed step by step in the place of the logits."""
-
-    def __init__(self, done: dict[Function, Function]) -> None:
-        self.done = done
-
-    def change(self, op: Op, env: Environment) -> Iterator[Op]:
-        op = _calling(rewire_op(op, env), self.done)
-        if op.op_type in ("CrossEntropyLoss", "SumOfExponentials"):
-            op = replace(op, attributes=Attributes({**op.attributes, "in_steps": 1}))
-        yield op
+def _in_steps(op: Op, _: Environment) -> Iterator[Op]:
+    """Mark what is computed step by step in the place of the logits."""
+    if op.op_type in ("CrossEntropyLoss", "SumOfExponentials"):
+        op = replace(op, attributes=Attributes({**op.attributes, "in_steps": 1}))
+    yield op
 
 
 class _LossWriter:
     """Writes the losses of one function; backward reads the logarithms that forward made."""
 
-    def __init__(self, done: dict[Function, Function]) -> None:
-        self.done = done
+    def __init__(self) -> None:
         self.logs: dict[Value, Value] = {}
 
-    def change(self, op: Op, env: Environment) -> Iterator[Op]:
-        op = rewire_op(op, env)
+    def change(self, op: Op, _: Environment) -> Iterator[Op]:
         if op.op_type not in ("CrossEntropyLoss", "CrossEntropyLossGrad") or "own_classes" in op.attributes:
-            yield _calling(op, self.done)
+            yield op
             return
         logits, *others = op.inputs
         if logits not in self.logs:

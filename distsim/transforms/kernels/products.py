@@ -24,7 +24,7 @@ from dataclasses import dataclass, replace
 
 from distsim.cache import Cache
 from distsim.hardware.rank_axes import over_tensor
-from distsim.ir import Function, Op, Tensor, Value, callees
+from distsim.ir import Function, Op, Tensor, Value, rewrite_all
 from distsim.ops import operator, signature_of, work
 from distsim.ops.matmul import GROUP
 from distsim.ops.places import shape_of
@@ -46,18 +46,14 @@ def gradients_apart(function: Function, kernels: Kernels, beside: bool = True) -
 
 def _rewritten(function: Function, beside: bool) -> Function | None:
     """Return the function with its gradients apart, or None: what is kept does not hold its key."""
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        called = [_with_callees(op, done) for op in current.ops]
-        ops = tuple(_issued(called) if beside else _weights_first(called))
+
+    def change(_: Function, current: Function) -> Function:
+        ops = tuple(_issued(current.ops) if beside else _weights_first(current.ops))
         same = len(ops) == len(current.ops) and all(a is b for a, b in zip(ops, current.ops, strict=True))
-        done[current] = current if same else replace(current, ops=ops)
-    return None if done[function] is function else done[function]
+        return current if same else replace(current, ops=ops)
 
-
-def _with_callees(op: Op, done: dict[Function, Function]) -> Op:
-    called = tuple([done[each] for each in op.subfunctions])
-    return op if called == op.subfunctions else replace(op, subfunctions=called)
+    found = rewrite_all(function, change)
+    return None if found is function else found
 
 
 def _issued(ops: Sequence[Op]) -> Iterator[Op]:
@@ -252,32 +248,42 @@ def _arranged(units: Sequence[_Together]) -> OpsWithGroups | None:
 
     None where units would wait for each other.
     """
-    maker = {value: number for number, unit in enumerate(units) for op in unit.ops for value in op.outputs}
-    needs = [
-        {maker[v] for op in unit.ops for v in op.inputs if v in maker} - {number}
-        for number, unit in enumerate(units)
-    ]
-    after: list[list[int]] = [[] for _ in units]
-    for number, each in enumerate(needs):
-        for first in each:
-            after[first].append(number)
-    waiting = [len(each) for each in needs]
-    ready = [(unit.places[-1], n) for n, unit in enumerate(units) if not waiting[n]]
-    heapq.heapify(ready)
+    order = in_order([unit.ops for unit in units], [unit.places[-1] for unit in units])
+    if len(order) < len(units):
+        return None
     ops: list[Op] = []
     places: list[int] = []
     groups: list[tuple[int, ...]] = []
-    while ready:
-        _, number = heapq.heappop(ready)
+    for number in order:
         unit = units[number]
         if len(unit.ops) > 1:
             groups.append(tuple(range(len(ops), len(ops) + len(unit.ops))))
         ops += unit.ops
         places += unit.places
+    return OpsWithGroups(tuple(ops), tuple(places), tuple(groups))
+
+
+def in_order(units: Sequence[Sequence[Op]], last: Sequence[int]) -> list[int]:
+    """Return the units, of ops each, in an order in which each comes after all that it reads; otherwise by
+    their ``last`` places. Those that wait for each other are left out."""
+    maker = {value: number for number, unit in enumerate(units) for op in unit for value in op.outputs}
+    needs = [
+        {maker[value] for op in unit for value in op.inputs if value in maker} - {number}
+        for number, unit in enumerate(units)
+    ]
+    waiting = [len(each) for each in needs]
+    after: list[list[int]] = [[] for _ in units]
+    for number, each in enumerate(needs):
+        for first in each:
+            after[first].append(number)
+    ready = [(last[number], number) for number, count in enumerate(waiting) if not count]
+    heapq.heapify(ready)
+    order: list[int] = []
+    while ready:
+        _, number = heapq.heappop(ready)
+        order.append(number)
         for other in after[number]:
             waiting[other] -= 1
             if not waiting[other]:
-                heapq.heappush(ready, (units[other].places[-1], other))
-    if any(waiting):
-        return None
-    return OpsWithGroups(tuple(ops), tuple(places), tuple(groups))
+                heapq.heappush(ready, (last[other], other))
+    return order

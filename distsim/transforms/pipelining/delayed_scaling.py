@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 
 from distsim.cache import Cache
 from distsim.hardware.rank_axes import EVERY
@@ -23,7 +24,7 @@ from distsim.ir.registry import output_types
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
 from distsim.ops.float8 import made_type, type_number
-from distsim.program.block import Block, StageBlocks
+from distsim.program.block import RewrittenOps, StageBlocks, rewritten_stages
 
 
 def keep_scales(stages: Sequence[StageBlocks]) -> tuple[StageBlocks, ...]:
@@ -31,35 +32,10 @@ def keep_scales(stages: Sequence[StageBlocks]) -> tuple[StageBlocks, ...]:
 
     Those that share Functions share them still; without such casts nothing changes.
     """
-    operand, gradient = Float8E4M3FN(), Float8E5M2()
-    return tuple(
-        [
-            (_block(forward, operand), _block(backward, gradient), updates)
-            for forward, backward, updates in stages
-        ]
-    )
+    return rewritten_stages(stages, partial(_kept_up, to=Float8E4M3FN()), partial(_kept_up, to=Float8E5M2()))
 
 
-def _block(block: Block, to: DType) -> Block:
-    function, more = _kept_up(block.function, to), block.accumulating
-    if function is block.function:
-        return block
-    more = None if more is None else _kept_up(more, to)
-    return replace(
-        block,
-        function=function,
-        accumulating=more,
-        names=_longer(block.names, function),
-        accumulating_names=() if more is None else _longer(block.accumulating_names, more),
-    )
-
-
-def _longer(names: tuple[str, ...], function: Function) -> tuple[str, ...]:
-    """Return the names of the ops of a function with further ones behind, which have none."""
-    return (*names, *[""] * (len(function.ops) - len(names))) if names else ()
-
-
-_KEPT_UP = Cache[Function, Function | None](
+_KEPT_UP = Cache[Function, RewrittenOps | None](
     "functions of passes that keep up scales, by function and type", 2
 )
 _COLLECTED = Cache[Function, Function | None](
@@ -67,12 +43,12 @@ _COLLECTED = Cache[Function, Function | None](
 )
 
 
-def _kept_up(function: Function, to: DType) -> Function:
+def _kept_up(function: Function, to: DType) -> RewrittenOps | None:
     """Return a function that ends with the new factors of its casts to a type, its callees' too."""
-    return _KEPT_UP.get(function, to, lambda: _ended(function, to)) or function
+    return _KEPT_UP.get(function, to, lambda: _ended(function, to))
 
 
-def _ended(function: Function, to: DType) -> Function | None:
+def _ended(function: Function, to: DType) -> RewrittenOps | None:
     found = _collected(function, to)
     amaxes = found.outputs[len(function.outputs) :]
     if not amaxes:
@@ -92,7 +68,8 @@ def _ended(function: Function, to: DType) -> Function | None:
     if isinstance(mesh, Mesh) and len(mesh.devices) > 1:
         largest = add("MPIAllreduce", (largest,), axis=EVERY, reduce="max")
     add("Float8Scales", (largest,), to=type_number(to))
-    return replace(function, ops=tuple(ops))
+    own = [(place,) for place in range(len(function.ops))]
+    return RewrittenOps(replace(function, ops=tuple(ops)), (*own, *[()] * (len(ops) - len(own))))
 
 
 def _collected(function: Function, to: DType) -> Function:

@@ -15,9 +15,8 @@ from dataclasses import replace
 from distsim.cache import Cache
 from distsim.ir import Attributes, Function, Op, Value, substitute
 from distsim.ops.float8 import MARKS
-from distsim.program.block import StageBlocks
+from distsim.program.block import RewrittenOps, StageBlocks, called, rewritten_stages
 from distsim.transforms.kernels.policies import Kernels
-from distsim.transforms.tensor_parallel.blocks import RewrittenOps, called, rewritten_stages
 
 _TURNED = Cache[Function, RewrittenOps | None]("functions whose operands of 8 bits are turned", 2)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from distsim.transforms.recompute.core_attention import core_attention
+from distsim.transforms.recompute.core_attention import core_attention, fixed_nodes
 from distsim.transforms.recompute.saves import JointGraph, JointNode, NodeRole, Phase, Trait
 
 _NORMS = ("LayerNormalization", "RMSNormalization")
@@ -17,12 +17,7 @@ class _ForwardPass:
     """Walks the forward pass of a graph."""
 
     def __init__(self, graph: JointGraph) -> None:
-        self.graph = graph
-        self.fixed: set[int] = set()  # follows from parameters and constants alone
-        for position, node in enumerate(graph.nodes):
-            held = node.role is NodeRole.CONSTANT or (node.role is NodeRole.PRIMAL and node.has(Trait.FREE))
-            if held or (node.role is NodeRole.OP and self.fixed.issuperset(node.inputs)):
-                self.fixed.add(position)
+        self.graph, self.fixed = graph, fixed_nodes(graph)
 
     def node(self, position: int) -> JointNode:
         """Return the node of the op that makes a value: of one of several results the tuple's."""

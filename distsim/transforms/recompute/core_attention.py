@@ -34,6 +34,16 @@ def core_attention(graph: JointGraph) -> list[frozenset[int]]:
     return [each for each in found if each]
 
 
+def fixed_nodes(graph: JointGraph) -> set[int]:
+    """Return the nodes that follow from parameters and constants alone."""
+    fixed = set[int]()
+    for position, node in enumerate(graph.nodes):
+        held = node.role is NodeRole.CONSTANT or (node.role is NodeRole.PRIMAL and node.has(Trait.FREE))
+        if held or (node.role is NodeRole.OP and fixed.issuperset(node.inputs)):
+            fixed.add(position)
+    return fixed
+
+
 _KERNELS = ("Attention", "AttentionPart", "MergeAttention")
 _STEPS = (*_KERNELS, "MPIShift")
 
@@ -42,13 +52,7 @@ class _CoreSearch:
     """Walks from a softmax to the products around it."""
 
     def __init__(self, graph: JointGraph) -> None:
-        self.graph = graph
-        self.fixed: set[int] = set()  # follows from parameters and constants alone
-        for position, node in enumerate(graph.nodes):
-            held = node.role is NodeRole.CONSTANT or (node.role is NodeRole.PRIMAL and node.has(Trait.FREE))
-            made = node.role is NodeRole.OP and self.fixed.issuperset(node.inputs)
-            if held or made:
-                self.fixed.add(position)
+        self.graph, self.fixed = graph, fixed_nodes(graph)
 
     def items(self, position: int) -> frozenset[int]:
         """Return the values that the op of a node makes."""

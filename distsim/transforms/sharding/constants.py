@@ -21,10 +21,10 @@ from distsim.ir import (
     Role,
     Tensor,
     Value,
-    callees,
     needed_ops,
     rewire_op,
     rewrite,
+    rewrite_all,
     substitute,
 )
 from distsim.ir.registry import output_types
@@ -47,15 +47,9 @@ def as_values(function: Function) -> Function:
     """
 
     def change(op: Op, _: Environment) -> Sequence[Op]:
-        if not op.is_call:
-            return _with_values(op)
-        callee = done[op.callee]
-        return (op if callee is op.callee else replace(op, subfunctions=(callee,)),)
+        return (op,) if op.is_call else _with_values(op)
 
-    done: dict[Function, Function] = {}
-    for current in (*callees(function), function):
-        done[current] = rewrite(current, change)
-    return done[function]
+    return rewrite_all(function, lambda _, current: rewrite(current, change))
 
 
 def _with_values(op: Op) -> list[Op]:

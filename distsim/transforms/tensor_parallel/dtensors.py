@@ -33,9 +33,8 @@ from distsim.ir import Attributes, Function, Op, Value, substitute
 from distsim.ir.registry import output_types
 from distsim.ir.rewrite import rewire_op
 from distsim.ops.float8 import MARKS
-from distsim.program.block import StageBlocks
+from distsim.program.block import Rewrite, RewrittenOps, StageBlocks, called, rewritten_stages
 from distsim.transforms.kernels.policies import Kernels
-from distsim.transforms.tensor_parallel.blocks import Rewrite, RewrittenOps, called, rewritten_stages
 
 _Writer = Callable[[Sequence[Op], Sequence[Value]], Iterator[tuple[Op, int]]]
 """The ops of a function, and its outputs -> what stands in their place, each with the place of its source."""

@@ -36,9 +36,8 @@ from distsim.ir.value import Attributes
 from distsim.ops import operator, sharding_rule, signature_of, work
 from distsim.ops.parts import Parts
 from distsim.ops.sharding_rule import factors_of
-from distsim.program.block import StageBlocks
+from distsim.program.block import RewrittenOps, StageBlocks, called, rewritten_stages
 from distsim.transforms.kernels.policies import Kernels, fusible, is_epilogue, is_pointwise
-from distsim.transforms.tensor_parallel.blocks import RewrittenOps, called, rewritten_stages
 
 DIRECT = {"direct": 1}
 """Of what chunks move: kernels write to their peers' memory, without NCCL (Transformer Engine's
