@@ -98,8 +98,13 @@ def run_repeated(levels: Levels, first: Levels, before: Ints, steps: Steps, amou
 
 def counted(amounts: Sequence[Sequence[int]], columns: int) -> Ints:
     """Return [amounts, columns], bytes; raise :class:`SimulationError` for more than ``MAX_BYTES``."""
-    check_bytes(max((abs(number) for row in amounts for number in row[:columns]), default=0))
-    return np.array([row[:columns] for row in amounts], np.int64).reshape(len(amounts), columns)
+    try:
+        found = np.array([row[:columns] for row in amounts], np.int64).reshape(len(amounts), columns)
+    except OverflowError:
+        check_bytes(max([abs(number) for row in amounts for number in row[:columns]]))
+        raise
+    check_bytes(float(np.abs(found).max(initial=0)))
+    return found
 
 
 def check_bytes(most: float) -> None:
@@ -111,8 +116,8 @@ def check_bytes(most: float) -> None:
         )
 
 
-def _check_sums(initial: Ints, steps: Steps, amounts: Amounts) -> None:
-    """Check that no sum of what is in use on a rank can be too large."""
+def check_sums(initial: Ints, steps: Steps, amounts: Amounts) -> None:
+    """Raise :class:`SimulationError` where what is in use on a rank may be more than ``MAX_BYTES``."""
     if not initial.size:
         return
     times = np.repeat(steps.repeats, np.diff(steps.start))
@@ -124,9 +129,8 @@ def _check_sums(initial: Ints, steps: Steps, amounts: Amounts) -> None:
 def compose(initial: Ints, steps: Steps, amounts: Amounts) -> Levels:
     """Return what is in use after all steps, from ``initial`` [ranks, columns] on, and at the peaks.
 
-    Raises :class:`SimulationError` where a rank may have more than ``MAX_BYTES``.
+    No sum may be more than ``MAX_BYTES`` (:func:`check_sums`).
     """
-    _check_sums(initial, steps, amounts)
     when = np.full((len(initial), 2), -1, np.int64)
     levels = Levels(initial.copy(), initial.copy(), when)
     first = Levels(levels.level, np.empty_like(initial), when.copy())

@@ -21,7 +21,16 @@ from distsim.program.table_columns import TableColumns
 from distsim.schedule import Kind
 from distsim.schedule.codes import code_of
 from distsim.simulation.memory.excerpt import Sample
-from distsim.simulation.memory.kernel import Amounts, Ints, Levels, Steps, check_bytes, compose, counted
+from distsim.simulation.memory.kernel import (
+    Amounts,
+    Ints,
+    Levels,
+    Steps,
+    check_bytes,
+    check_sums,
+    compose,
+    counted,
+)
 from distsim.simulation.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of, resized_ranks
 from distsim.simulation.memory.row_changes import NOTHING, Change, RankUse
 from distsim.simulation.memory.sampling import Sampling, samplings
@@ -55,6 +64,7 @@ class TableChanges:
                 counted([change.net for change in self.changes], columns),
                 counted([change.peak for change in self.changes], columns),
             )
+            check_sums(self.initial, self.steps, known)
             self.amounts[columns] = known
         return compose(np.ascontiguousarray(self.initial[:, :columns]), self.steps, known)
 
