@@ -132,6 +132,20 @@ def test_attention_by_sequence_and_head(causal, half, size, share, block):
     assert seconds(device, which) == pytest.approx(flops / (312e12 * share * 1024 / (1024 + half) * filled))
 
 
+@pytest.mark.parametrize(("causal", "half"), [(0, 230.0), (1, 630.0)])
+@pytest.mark.parametrize(("size", "share"), [(128, 0.5), (64, 0.43)])
+@pytest.mark.parametrize("keys", [1024, 8192])
+def test_attention_backward_by_blocks_of_keys(causal, half, size, share, keys):
+    """Each of 128 keys of a head, whatever a block of the forward kernel takes."""
+    forward = signature("Attention", (1, 8, 1024, size), *[(1, 8, keys, size)] * 2, is_causal=causal)
+    saved = (*forward.inputs, *forward.outputs, forward.outputs[0])
+    which = Signature("AttentionGrad", forward.attributes, saved, forward.inputs)
+    blocks = 8 * keys / 128
+    filled = keys / (keys + half) * blocks / (blocks + 0.66 * 108)
+    device = replace(GPU, rates=replace(SHARES, query_block=256))
+    assert seconds(device, which) == pytest.approx(work(which).flops / (312e12 * share * filled))
+
+
 @pytest.mark.parametrize(
     ("kernel", "size", "filled"),
     [

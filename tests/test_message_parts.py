@@ -32,6 +32,28 @@ def test_each_rank_sends_its_part_and_gathers_all(stack):
 
 
 @pytest.mark.parametrize(
+    ("plan", "sent", "gathered"),
+    [
+        ("dp=2,tp=2,pp=2,microbatches=4,zero=1,overlap_params=on", 8, 4),
+        ("dp=1,tp=4,pp=2,microbatches=4,sp=on", 0, 0),
+        ("dp=1,tp=8,pp=1,chunks=2,microbatches=4,schedule=looped_bfs", 0, 0),
+        ("dp=1,tp=4,pp=2,microbatches=4,schedule=zb_v,chunks=2", 0, 0),
+    ],
+)
+def test_parts_are_sent_between_ranks_that_have_the_same(plan, sent, gathered):
+    """Also of weights that were gathered before; not beside sp=on, nor to the rank itself."""
+    runs = distsim.simulate(
+        MODEL, "dgx-a100", f"{plan},remat=none", 8, stack="megatron_2021"
+    ).timeline.op_runs
+    found = Counter[str]()
+    for op, rank, times, _ in runs:
+        flat = bool(op.inputs) and op.inputs[0].type.rank == 1 and op.attributes.get("axis", "tp") == "tp"
+        if rank == 0 and flat:
+            found[op.op_type] += times
+    assert (found["Send"], found["MPIAllgather"]) == (sent, gathered)
+
+
+@pytest.mark.parametrize(
     ("model", "plan"),
     [
         ("gpt", "tp=2,pp=2,microbatches=4"),

@@ -17,7 +17,7 @@ from distsim.plan.buckets import Buckets, buckets_of
 from distsim.plan.rank_layout import ExpertRanks, parse_cp_kind
 from distsim.plan.recomputation import parse_remat
 from distsim.resizing import shared
-from distsim.schedule import Schedule
+from distsim.schedule import SCHEDULES, Schedule
 from distsim.transforms.autodiff.outputs import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
 from distsim.transforms.data_parallel.zero import zero
@@ -111,12 +111,12 @@ class Division(NamedTuple):
         divided: tuple[int, bool, str, Buckets | None] = (0, False, "always", None)
         if plan.dp * plan.cp > 1:
             after = plan.zero == 3 and not plan.reduces_each
-            early, ahead = plan.overlap_grads == "on" and not after, plan.overlap_params == "on"
+            early, ahead = plan.overlap_grads == "on", plan.overlap_params == "on"
             blocking = plan.reshard == "blocking"
             buckets = buckets_of(plan.bucket, plan.dp * plan.cp, early, plan.zero, ahead, blocking)
             sent = not buckets.layers  # FSDP's are copied, and divided as they are summed
             averaged, checked = kernels.averages and sent, kernels.checks_buckets and sent
-            buckets = replace(buckets, averaged=averaged, checked=checked)
+            buckets = replace(buckets, averaged=averaged, checked=checked, together=after)
             divided = plan.zero, after, plan.resharding, buckets
         # What auto chooses from, beside others, is the even cut; there is one cut into one stage.
         whole = count == 1 and not parse_stages(plan.stages)
@@ -135,7 +135,7 @@ class Division(NamedTuple):
         dtensors = plan.sp == "dtensor"
         beside = plan.tp == 1 or not (plan.tp_overlap == "off" or dtensors)
         kernels = replace(kernels, split=plan.tp_overlap == "split", dtensors=dtensors)
-        kernels = kernels.with_chunks(plan.chunks)
+        kernels = replace(kernels.with_chunks(plan.chunks), sends_parts=kernels.sends_parts and _turns(plan))
         return Division(
             *degrees,
             beside,
@@ -147,6 +147,12 @@ class Division(NamedTuple):
             kernels,
             *costs.key,
         )
+
+
+def _turns(plan: Plan) -> bool:
+    """Whether each stage of a plan is on another rank than the one before."""
+    named = SCHEDULES.get(plan.schedule.partition(":")[0])
+    return plan.pp > 1 and (named is None or named.placement == "loop")
 
 
 class _KeptCuts:

@@ -24,8 +24,8 @@ source in the preset); here is how shape lowers it.
 - ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
   Over s keys the share is s / (s + 70), under a causal mask s / (s + 410), and 0.8 of it for heads of at
   most 64; backward 230, 630 and 0.86. Heads of a size that a kernel is not made for are filled up to the
-  next (``_HEAD_SIZES``: 80 to 128 by cuDNN, as measured/h200_steps.csv shows it). Queries of a head are taken
-  in blocks (``Device.rates.query_block`` forward, 128 backward); b of them on p multiprocessors leave
+  next (``_HEAD_SIZES``: 80 to 128 by cuDNN, as measured/h200_steps.csv shows it). A block takes so many
+  queries of a head (``Device.rates.query_block``), backward 128 keys; b blocks on p multiprocessors leave
   b / (b + 1.7 p), backward b / (b + 0.66 p). All eight by least squares, with a share for each machine,
   kernel and direction: 48 figures that FlashAttention-2 prints for A100 and H100, both directions in one
   (Dao 2023), 24 kernels on A100 and 64 on B200 (SimuMax), 42 of cuDNN and 42 of FlashAttention-2 on H200
@@ -191,8 +191,8 @@ def _of_attention(signature: Signature, kind: str, rates: KernelRates) -> float:
     share = keys / (keys + half) * (shape.small_head if size <= 64 else 1.0)
     made_for = _HEAD_SIZES.get(signature.attributes.get("kernel", ""), _HEAD_SIZES[""])
     share *= size / next((each for each in made_for if each >= size), size)
-    block = rates.query_block if kind == "attention" else _KEY_BLOCK
-    blocks = math.prod(query.shape[:-2]) * math.ceil(query.shape[-2] / block)
+    rows, block = (query.shape[-2], rates.query_block) if kind == "attention" else (keys, _KEY_BLOCK)
+    blocks = math.prod(query.shape[:-2]) * math.ceil(rows / block)
     return share * blocks / (blocks + shape.blocks * rates.processors) if blocks else share
 
 

@@ -64,7 +64,8 @@ class Buckets:
     when it comes to them. ``listed``: new parameters are gathered into lists of a slice of each a rank, and
     gradients of which a rank needs a part are summed whole. ``copied``: parameters are copied out of the
     buffer into which they are gathered, gradients into the one that is scattered. ``averaged``: a kernel
-    divides each bucket by the ranks before it is sent; ``checked``: before that the host waits for its norm
+    divides each bucket by the ranks before it is sent; ``together``: what is reduced once a step is when all
+    gradients of a stage are there; ``checked``: before that the host waits for its norm
     (:mod:`distsim.transforms.gradient_passes`).
     """
 
@@ -80,6 +81,7 @@ class Buckets:
     listed: bool = False
     copied: bool = False
     averaged: bool = False
+    together: bool = False
     checked: bool = False
 
 

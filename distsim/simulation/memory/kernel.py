@@ -111,8 +111,8 @@ def check_bytes(most: float) -> None:
     """Raise :class:`SimulationError` for so many bytes on a rank if they are more than ``MAX_BYTES``."""
     if most > MAX_BYTES:
         raise SimulationError(
-            f"a rank would have {most:.3g} bytes in its memory during the step, and no more than 2^62 are "
-            "counted; make the batch or the model smaller"
+            f"a rank may have up to {most:.3g} bytes in its memory during the step, and no more than 2^62 "
+            "are counted; make the batch or the model smaller"
         )
 
 

@@ -81,7 +81,7 @@ class _BucketWriter:
         self._gather_ahead()
         self._write_passes(each)
         first, later = len(self.ops), dict[int, list[Op]]()
-        if not self.buckets.early:
+        if self.buckets.together or not self.buckets.early:
             self._hold_back(once)
         for bucket in once:
             later.setdefault(bucket[0].stage, []).extend(self._reduce(bucket))

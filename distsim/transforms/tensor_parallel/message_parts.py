@@ -15,9 +15,11 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from distsim.hardware.rank_axes import TENSOR, over_tensor
-from distsim.ir import Attributes, Function, Op, Tensor, Value
+from distsim.ir import Attributes, Function, Mesh, Op, Tensor, Value, place_of
 from distsim.ir.type import as_tensor
-from distsim.program.block import Block, StageBlocks
+from distsim.ops import operator
+from distsim.ops.coalescing import moved_values
+from distsim.program.block import FIRST_CALL, Block, StageBlocks
 from distsim.transforms.sharding.layout import REPLICATED, Placement
 
 _AXIS = Attributes({"axis": TENSOR})
@@ -46,8 +48,10 @@ def send_parts(
     }
     passes = [(stage, forward) for stage, (forward, _, _) in enumerate(stages)]
     passes += [(stage, backward) for stage, (_, backward, _) in enumerate(stages)][::-1]
+    ahead = [(stage, block) for stage, own in enumerate(stages) for _, block in own[2]]
+    ahead = [(stage, block) for stage, block in ahead if block.place == FIRST_CALL]
     ranks_alike, maker = _RanksAlike(), dict[Value, int]()
-    for stage, block in passes:
+    for stage, block in (*ahead, *passes):
         given = tuple([alike.get(key, False) for key in block.inputs])
         alike.update(zip(block.outputs, ranks_alike.outputs(block.function, given), strict=True))
         maker.update(dict.fromkeys(block.outputs, stage))
@@ -88,12 +92,21 @@ class _RanksAlike:
                 if op.subfunctions:
                     alike.update(zip(op.outputs, self.outputs(op.callee, operands), strict=True))
                     continue
-                axis = op.attributes.get("axis")
-                over = isinstance(axis, str) and over_tensor(axis)
-                own = op.op_type in _WHOLE_AGAIN if over else all(operands)
-                alike.update(dict.fromkeys(op.outputs, own))
+                alike.update(_made_alike(op, alike))
             found = self.known[function, given] = tuple([alike[value] for value in function.outputs])
         return found
+
+
+def _made_alike(op: Op, alike: Mapping[Value, bool]) -> dict[Value, bool]:
+    """Return which results of an op, which calls nothing, all ranks of tp have alike."""
+    axis, mesh = op.attributes.get("axis"), place_of(op.inputs[0]) if op.inputs else None
+    if operator(op.op_type).communication is None or not isinstance(mesh, Mesh) or not isinstance(axis, str):
+        return dict.fromkeys(op.outputs, all(alike[value] for value in op.inputs))
+    over = [each for each in mesh.axes_of(axis) if over_tensor(each)]
+    if over:  # all of the ranks of tp, or some, which have other experts
+        whole = axis == TENSOR and op.op_type in _WHOLE_AGAIN
+        return dict.fromkeys(op.outputs, whole)
+    return {made: alike[value] for value, made in zip(moved_values(op), op.outputs, strict=True)}
 
 
 @dataclass(frozen=True)
