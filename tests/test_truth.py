@@ -13,7 +13,6 @@ from distsim.models.decoder_sizes import DropoutRates
 from distsim.ops.places import shape_of
 from distsim.plan import Plan
 from distsim.truth import MissingFeatureError, case_of
-from distsim.truth.machine import OLD_LIBRARIES, Cluster
 from distsim.truth.row import cell, number, plain
 
 FIELDS = {field.name for field in fields(Plan)}
@@ -363,39 +362,6 @@ def test_columns_of_overlap_and_recomputation_are_read():
     plain = case_of({**NVIDIA, **others})
     assert (plain.plan.tp_overlap, plain.plan.remat) == ("on", "none")
     assert plain.sizes.experts.dispatcher != "deepep" and plain.precision.gradient_sum.name == "float32"
-
-
-@pytest.mark.parametrize(
-    ("framework", "stack", "kernels"),
-    [
-        ("flash-attention training (Lightning, DDP)", "torch", "fused_loss"),
-        ("llm.c (CUDA C)", "megatron", "fused_loss"),
-        ("AA-Scaling (Aleph Alpha)", "megatron", "fused"),
-        ("SageMaker Model Parallel (MiCS)", "deepspeed", None),
-    ],
-)
-def test_frameworks_by_their_columns(framework, stack, kernels):
-    case = case_of({**GPT, "framework": framework, "attention": "flash-attn 2", "precision": "bf16"})
-    assert case.stack.name.startswith(stack) and kernels in (case.kernels, None)
-
-
-@pytest.mark.parametrize(
-    ("framework", "gpu", "old"),
-    [
-        ("Composer/PyTorch FSDP1 (torch 2.1)", "H100-SXM5-80GB", True),
-        ("nanotron", "H100-SXM5-80GB", True),
-        ("Composer/PyTorch FSDP1 (torch 2.1)", "A100-SXM4-80GB", False),
-        ("PyTorch 2.5 compile + DDP", "H100-SXM5-80GB", False),
-        ("NeMo 2.0 (container 25.02)", "H100-SXM5-80GB", False),
-    ],
-)
-def test_products_on_hopper_are_of_the_libraries_of_their_time(framework, gpu, old):
-    row = {**LLAMA, "framework": framework, "hw_gpu": gpu, "precision": "bf16", "fsdp": "", "zero": "1"}
-    cluster = case_of(row).cluster
-    clusters = (cluster, Cluster(cluster.name, ()))
-    own, usual = (dict(each.topology().devices[0].rates.shares)["linear"] for each in clusters)
-    assert cluster.old_libraries == old
-    assert own / usual == pytest.approx(OLD_LIBRARIES if old else 1.0, rel=5e-3)
 
 
 def test_modules_that_are_recomputed_are_all_known_or_refused():

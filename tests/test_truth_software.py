@@ -6,6 +6,7 @@ from truth_rows import GPT, LLAMA
 from distsim.ir import Float32
 from distsim.transforms.kernels import KERNELS
 from distsim.truth import case_of
+from distsim.truth.machine import OLD_LIBRARIES, Cluster
 from distsim.truth.software import LOSS_FUSED
 
 
@@ -137,3 +138,36 @@ def test_types(changed, name):
 )
 def test_scalings(changed, scaling):
     assert case_of(GPT | changed).precision.scaling == scaling
+
+
+@pytest.mark.parametrize(
+    ("framework", "stack", "kernels"),
+    [
+        ("flash-attention training (Lightning, DDP)", "torch", "fused_loss"),
+        ("llm.c (CUDA C)", "megatron", "fused_loss"),
+        ("AA-Scaling (Aleph Alpha)", "megatron", "fused"),
+        ("SageMaker Model Parallel (MiCS)", "deepspeed", None),
+    ],
+)
+def test_frameworks_by_their_columns(framework, stack, kernels):
+    case = case_of({**GPT, "framework": framework, "attention": "flash-attn 2", "precision": "bf16"})
+    assert case.stack.name.startswith(stack) and kernels in (case.kernels, None)
+
+
+@pytest.mark.parametrize(
+    ("framework", "gpu", "old"),
+    [
+        ("Composer/PyTorch FSDP1 (torch 2.1)", "H100-SXM5-80GB", True),
+        ("nanotron", "H100-SXM5-80GB", True),
+        ("Composer/PyTorch FSDP1 (torch 2.1)", "A100-SXM4-80GB", False),
+        ("PyTorch 2.5 compile + DDP", "H100-SXM5-80GB", False),
+        ("NeMo 2.0 (container 25.02)", "H100-SXM5-80GB", False),
+    ],
+)
+def test_products_on_hopper_are_of_the_libraries_of_their_time(framework, gpu, old):
+    row = {**LLAMA, "framework": framework, "hw_gpu": gpu, "precision": "bf16", "fsdp": "", "zero": "1"}
+    cluster = case_of(row).cluster
+    clusters = (cluster, Cluster(cluster.name, ()))
+    own, usual = (dict(each.topology().devices[0].rates.shares)["linear"] for each in clusters)
+    assert cluster.old_libraries == old
+    assert own / usual == pytest.approx(OLD_LIBRARIES if old else 1.0, rel=5e-3)
