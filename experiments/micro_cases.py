@@ -18,7 +18,8 @@ import csv
 import math
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from common import RESULTS, write_csv
@@ -199,13 +200,27 @@ def own_kernels(paths: Sequence[Path]) -> Halves:
 # --- collectives ------------------------------------------------------------------------------------------
 
 
-def cluster(ranks: int, nodes: int, bandwidth: float, latency: float, start: float = 0.0) -> Topology:
-    """Return ranks on nodes; of several nodes the figures are of what joins them, NVLink is B200's."""
-    outer = Link(bandwidth, latency)
+BEGIN = {"bandwidth": 1e11, "latency": 1e-5, "segment_time": 1e-6, "start": 2e-5}
+"""Where the fit of a link begins: bytes/s, seconds."""
+ALONE = ("bandwidth", "latency", "segment_time")
+"""What is fitted of ranks of one number; below 1 MiB, which are one segment, the first two."""
+
+
+def cluster(
+    row: Row, bandwidth: float, latency: float, segment_time: float = 0.0, start: float = 0.0
+) -> Topology:
+    """Return a row's ranks; of several nodes the figures are of what joins them.
+
+    NVLink is that of the B200 that a row names, else that of an A100.
+    """
+    ranks, nodes = int(row["n_gpus"]), int(row["nodes"] or 1)
     if nodes == 1:
-        return Topology.hierarchical(Device(0, "gpu"), ranks, [Level("link", outer, start=start)])
-    levels = [Level("nvlink", Link(724e9, 0.71e-6), ranks // nodes, start=58.7e-6), Level("between", outer)]
-    return Topology.hierarchical(Device(0, "gpu"), ranks, levels)
+        level = Level("link", Link(bandwidth, latency), start=start, segment_time=segment_time)
+        return Topology.hierarchical(Device(0, "gpu"), ranks, [level])
+    known = load_cluster("dgx-b200" if "B200" in row["hw"] else "dgx-a100")
+    nvlink = replace(known.levels[0], group_size=ranks // nodes)
+    between = Level("between", Link(bandwidth, latency), segment_time=segment_time)
+    return Topology.hierarchical(Device(0, "gpu"), ranks, [nvlink, between])
 
 
 def collectives(rows: Sequence[Row]) -> Halves:
@@ -218,31 +233,33 @@ def collectives(rows: Sequence[Row]) -> Halves:
         if len({row["n_gpus"] for row in own}) > 1:
             groups[group] = own
 
-    def seconds(row: Row, figures: Sequence[float]) -> float:
-        given = [math.exp(figure) for figure in figures]
-        topology = cluster(int(row["n_gpus"]), int(row["nodes"] or 1), *given)
+    def seconds(row: Row, figures: Mapping[str, float]) -> float:
+        topology = cluster(row, **figures)
         return collective_time(row["op"], float(row["size_bytes"]), tuple(topology.devices), topology)
 
     for group, own in groups.items():
-        first = [math.log(1e11), math.log(1e-5), math.log(2e-5)][: 2 + group.endswith("all ranks")]
-
-        for name, part in (
-            ("from 1 MiB", [row for row in own if int(row["size_bytes"]) >= MIB]),
-            ("below", [row for row in own if int(row["size_bytes"]) < MIB]),
+        start = ("start",) * group.endswith("all ranks")
+        for name, part, figures in (
+            ("from 1 MiB", [row for row in own if int(row["size_bytes"]) >= MIB], (*ALONE, *start)),
+            ("below", [row for row in own if int(row["size_bytes"]) < MIB], (*ALONE[:2], *start)),
         ):
             half = part[::2]
             if len(part) < 4:
                 continue
+
+            def named(logs: Sequence[float], figures: tuple[str, ...] = figures) -> dict[str, float]:
+                return {figure: math.exp(log) for figure, log in zip(figures, logs, strict=True)}
+
             fitted = least_squares(
-                lambda figures, half=half: [
-                    math.log(seconds(row, figures) * 1e6 / float(row["time_us"])) for row in half
+                lambda logs, half=half, named=named: [
+                    math.log(seconds(row, named(logs)) * 1e6 / float(row["time_us"])) for row in half
                 ],
-                first,
+                [math.log(BEGIN[figure]) for figure in figures],
                 loss="soft_l1",
                 f_scale=0.15,
             ).x
             found[f"{group}, {name}"] = (
-                [seconds(row, fitted) * 1e6 for row in part[1::2]],
+                [seconds(row, named(fitted)) * 1e6 for row in part[1::2]],
                 [float(row["time_us"]) for row in part[1::2]],
             )
     return found

@@ -76,6 +76,7 @@ name = "nvlink"
 efficiency = 0.61
 latency = "9 us"
 start = "20 us"
+segment_time = "8 us"
 [[levels]]
 name = "infiniband"
 efficiency = 0.7
@@ -101,7 +102,7 @@ def test_known_figures_come_back(tmp_path):
     assert set(expected) - set(found) == kernels != set()  # attention was measured, whatever kernel ran it
     assert set(found) <= set(expected)
     fitted = {figure.name for figure in made.figures}
-    assert len(fitted) == 12 and "device.launches.eager" in fitted
+    assert len(fitted) == 13 and {"device.launches.eager", "levels.nvlink.segment_time"} < fitted
     for name, value in (si("dgx-a100") | {name: expected[name] for name in fitted}).items():
         if name in fitted or (
             "launches" not in name and name not in kernels
@@ -214,7 +215,7 @@ def test_other_launches_change_in_proportion(tmp_path):
         (
             ["b200_all_reduce_perf.txt", "b200_efa_all_reduce_perf.txt"],
             "dgx-b200",
-            {"levels.nvlink.latency": 0.15, "levels.infiniband.latency": 0.2},
+            {"levels.nvlink.segment_time": 0.08, "levels.infiniband.latency": 0.2},
         ),
     ],
 )

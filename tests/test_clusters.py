@@ -56,7 +56,7 @@ UNIT = {
     **{
         "bandwidth": "GB/s",
         "latency": "us",
-        "start": "us",
+        "start": "us", "segment_time": "us",
         "memory": "GiB",
         "throughput": "TFLOP/s",
         "context": "GiB",

@@ -177,6 +177,28 @@ class TestClosedForms:
         assert seconds(3e-5, 7e-5) == pytest.approx(seconds(0.0, 0.0) + taken, rel=1e-12)
 
     @pytest.mark.parametrize("kind", COLLECTIVES)
+    @pytest.mark.parametrize(("places", "segment"), [((0, 1, 2, 3), 3e-6), ((0, 1, 4, 5), 7e-6)])
+    def test_segments_cost_twice_the_root_of_their_time_and_of_what_the_bytes_take(
+        self, kind: str, places: tuple[int, ...], segment
+    ):
+        """As the best number of them, found by trying, does."""
+
+        def seconds(nbytes: float, inside: float, across: float) -> float:
+            levels = [
+                Level("in", Link(4e9, 1e-6), 4, start=2e-5, segment_time=inside),
+                Level("out", Link(1e9, 5e-6), segment_time=across),
+            ]
+            topology = Topology.hierarchical(Device(0, "gpu"), 8, levels)
+            ranks = (places[0], places[-1]) if kind == "send" else places
+            return collective_time(kind, nbytes, tuple([topology.devices[i] for i in ranks]), topology)
+
+        latency, alone = seconds(0.0, 3e-6, 7e-6), seconds(1e7, 0.0, 0.0)
+        moved = alone - latency
+        best = min(moved + k * segment + moved / k for k in range(1, 500))
+        assert seconds(1e7, 3e-6, 7e-6) == pytest.approx(latency + best, rel=1e-4)
+        assert latency == seconds(0.0, 0.0, 0.0)
+
+    @pytest.mark.parametrize("kind", COLLECTIVES)
     def test_one_rank_costs_nothing(self, kind: str):
         topology = pair_table(2)
         assert collective_time(kind, 1e9, (topology.devices[0],), topology) == 0

@@ -19,7 +19,9 @@ def bare_cluster(name: str) -> Topology:
     """
     found = load_cluster(name)
     devices = [replace(device, rates=NO_RATES, kernel_launch_overhead=4e-6) for device in found.devices]
-    return Topology.of_devices(devices, [replace(level, start=0.0) for level in found.levels])
+    return Topology.of_devices(
+        devices, [replace(level, start=0.0, segment_time=0.0) for level in found.levels]
+    )
 
 
 def invent_topology(rng: Random, count: int) -> Topology:

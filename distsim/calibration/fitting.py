@@ -120,8 +120,9 @@ def calibrate(
     Fitted, by least squares on the logarithm of seconds, are: the share of the DRAM bandwidth of ``memory``
     and the time of a kernel beside its bytes; the share of the peak of products, batched products, and
     attention forward and backward, each by the shape rules of :mod:`distsim.cost.efficiency`; the time of a
-    launch; bandwidth and latency of each level that collectives cross, and what they take to begin where
-    several sizes of groups, or all-reduces and others, were timed. What timings do not support stays.
+    launch; bandwidth and latency of each level that collectives cross, what they take to begin where several
+    sizes of groups, or all-reduces and others, were timed, and what segments take where many sizes of
+    messages were. What timings do not support stays.
 
     Raises :class:`TimingsError` for timings that ``base`` cannot have, and for a base of several kinds of
     nodes; ``TopologyError`` for one that cannot be read.
@@ -235,6 +236,7 @@ class _Fitting:
             latency = values.get(f"levels.{level.name}.latency", level.link.latency)
             told = f"levels.{level.name}.start" in [quantity.name for quantity in regression.quantities]
             start = values.get(f"levels.{level.name}.start", level.start) if told else None
+            segment = values.get(f"levels.{level.name}.segment_time", level.segment_time)
             if achieved > _MOST_OF_LINK * level.link.bandwidth:
                 self.made.kept |= dict.fromkeys(
                     values,
@@ -244,11 +246,11 @@ class _Fitting:
                 )
                 continue
             if values:
-                self.machine = self.machine.with_link(number, achieved, latency, start)
+                self.machine = self.machine.with_link(number, achieved, latency, start, segment)
             for name, value in values.items():
-                if name.endswith(("latency", "start")):
+                if not name.endswith("bandwidth"):
                     self._put(raw, name, value * 1e6, "us", quality)
-                    if "start" in raw and level.link.latency and not told:
+                    if name.endswith("latency") and "start" in raw and level.link.latency and not told:
                         self._scale(
                             raw["start"], value / level.link.latency, "as the latency that was measured"
                         )

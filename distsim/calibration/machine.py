@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distsim.calibration.regression import Floats, Quantity, Regression
+from distsim.calibration.regression import LEAST_SHARE, Floats, Quantity, Regression
 from distsim.calibration.timings import MAX_RANKS, CollectiveCall, KernelCall, LaunchCall, Timing
 from distsim.cost import CostModel
 from distsim.errors import CostError, TimingsError
@@ -24,6 +24,9 @@ _SHARES = (0.03, 0.1, 0.3, 0.6, 0.9)
 _OVERHEADS = (5e-7, 2e-6, 8e-6)
 _LATENCIES = (5e-7, 3e-6, 1.5e-5, 8e-5)
 _STARTS = (5e-6, 4e-5)
+_SEGMENTS = (3e-7, 5e-6)
+_SIZES = 6
+"""Sizes of messages that tell what segments take from what bytes take."""
 _BANDWIDTHS = (0.02, 0.1, 0.3, 0.6, 1.0, 1.5)
 """Values from which a search starts; bandwidths, of that of the link."""
 
@@ -71,8 +74,8 @@ class Machine:
     def level_regression(self, number: int, timings: Sequence[Timing]) -> Regression:
         """Return what is fitted to collectives over groups that a level joins: bytes/s and latency of it.
 
-        Of several sizes of groups, or of all-reduces and others, which take half as many steps, also what a
-        collective takes to begin.
+        Of many sizes of messages also what a segment takes; of several sizes of groups, or of all-reduces and
+        others, which take half as many steps, what a collective takes to begin.
         """
         level = self.levels[number]
         quantities = (
@@ -86,9 +89,14 @@ class Machine:
         calls = [timing.call for timing in timings if isinstance(timing.call, CollectiveCall)]
         if len({(call.ranks, call.kind == "all_reduce") for call in calls}) > 1:
             quantities += (Quantity(f"levels.{level.name}.start", level.start, _STARTS),)
+        if len({call.nbytes for call in calls}) >= _SIZES:  # a time depends on its root
+            quantities += (
+                Quantity(f"levels.{level.name}.segment_time", level.segment_time, _SEGMENTS, LEAST_SHARE / 4),
+            )
+        names = [quantity.name.rpartition(".")[2] for quantity in quantities]
 
         def predict(values: Sequence[float]) -> Floats:
-            return self.with_link(number, *values).collective_seconds(timings)
+            return self.with_link(number, **dict(zip(names, values, strict=True))).collective_seconds(timings)
 
         return Regression(quantities, timings, predict, self.collective_seconds(timings))
 
@@ -124,16 +132,24 @@ class Machine:
         )
         return replace(self, device=changed)
 
-    def with_link(self, number: int, bandwidth: float, latency: float, start: float | None = None) -> Machine:
+    def with_link(
+        self,
+        number: int,
+        bandwidth: float,
+        latency: float,
+        start: float | None = None,
+        segment_time: float | None = None,
+    ) -> Machine:
         """Return the machine whose level has a link of these bytes/s and this latency.
 
         What a collective takes to begin, if it is not given, changes in proportion to the latency: both are
-        what small messages take.
+        what small messages take. What a segment takes stays, if it is not given.
         """
         before = self.levels[number]
         if start is None:
             start = before.start * (latency / before.link.latency if before.link.latency else 1.0)
-        level = replace(before, link=Link(bandwidth, latency), start=start)
+        segment_time = before.segment_time if segment_time is None else segment_time
+        level = replace(before, link=Link(bandwidth, latency), start=start, segment_time=segment_time)
         return replace(self, levels=(*self.levels[:number], level, *self.levels[number + 1 :]))
 
     # --- seconds ----------------------------------------------------------------------------------------

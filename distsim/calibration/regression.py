@@ -32,11 +32,15 @@ _MOST_ALIKE = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """What is fitted: its name, its value in the base, and values from which the search starts."""
+    """What is fitted: its name, its value in the base, and values from which the search starts.
+
+    ``least`` is the part of a time that must depend on it, as :data:`LEAST_SHARE`.
+    """
 
     name: str
     base: float
     starts: tuple[float, ...]
+    least: float = LEAST_SHARE
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class FittedValues:
 def solve(regression: Regression) -> FittedValues:
     """Return the values with which log(predicted / measured) is smallest, as the module's docstring says.
 
-    A quantity on which too few timings depend (by :data:`LEAST_SHARE` of their time), and one that cannot be
+    A quantity on which too few timings depend (by ``Quantity.least`` of their time), and one that cannot be
     told from another, keeps its value in the base, and the others are fitted again.
     """
     quantities = regression.quantities
@@ -79,7 +83,8 @@ def solve(regression: Regression) -> FittedValues:
     while active:
         values = _fitted(regression, active)
         slopes = _slopes(regression, values, active)
-        depend: list[int] = (np.abs(slopes) >= LEAST_SHARE).sum(axis=0).tolist()
+        least = [quantities[i].least for i in active]
+        depend: list[int] = (np.abs(slopes) >= least).sum(axis=0).tolist()
         fewest = min(depend)
         if fewest < regression.fewest:
             dropped = active[depend.index(fewest)]

@@ -39,7 +39,7 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
 def links_of(signature: Signature, topology: Topology) -> Topology:
     """Return the links as an op finds them: what kernels write to their peers' memory (``direct=1``) starts
     nothing in NCCL."""
-    return topology.without_start() if signature.attributes.get("direct", 0) else topology
+    return topology.of_direct_writes() if signature.attributes.get("direct", 0) else topology
 
 
 def host_copy(signature: Signature, device: Device) -> float:

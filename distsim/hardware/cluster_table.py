@@ -90,6 +90,7 @@ class LevelTable(LinkTable, frozen=True, kw_only=True):
     devices_per_port: Amount | None = None
     oversubscription: Amount | None = None
     start: Amount | None = None
+    segment_time: Amount | None = None
 
 
 class NodesTable(_Strict, frozen=True):
@@ -162,6 +163,7 @@ LEVEL_UNITS: dict[str, Units] = {
     "devices_per_port": NUMBER,
     "oversubscription": NUMBER,
     "start": SECONDS,
+    "segment_time": SECONDS,
 }
 _COUNTS = ("devices_per_node", "group_size")
 

@@ -20,10 +20,13 @@ a `TokenChoice`    the rows of a rank's tokens for all their experts       :mod:
 ================== ======================================================= ===========================
 
 Each takes what the slowest of its levels says that it takes to begin besides (``Level.start``), once: NCCL
-runs all steps of one, a message too, in one kernel. Node-limited exchanges of tokens take none: DeepEP's
-kernels write to their peers without NCCL. One rank has nothing to send: zero. Where ranks of the group share
-a port or an uplink, B is what each gets. In ``all_to_all``, ``scatter``, ``gather`` and ``send`` B and a are
-those of the links between the pairs that talk, and a rank serves its peers one after the other.
+runs all steps of one, a message too, in one kernel. What is moved goes in segments, so that ranks and links
+work at once, on different ones: where each takes a time s (``Level.segment_time``) and T is what the bytes
+take alone, k of them take T + k s + T/k, at the best k = sqrt(T/s) T + 2 sqrt(s T). Node-limited exchanges of
+tokens take neither: DeepEP's kernels write to their peers without NCCL. One rank has nothing to send: zero.
+Where ranks of the group share a port or an uplink, B is what each gets. In ``all_to_all``, ``scatter``,
+``gather`` and ``send`` B and a are those of the links between the pairs that talk, and a rank serves its
+peers one after the other.
 
 Where a group has k ranks in each of m groups of a level (k GPUs in each of m nodes, n = k m), more algorithms
 are open, and the cheapest is taken:
@@ -37,7 +40,7 @@ are open, and the cheapest is taken:
 - ``tree``, for an all-reduce between nodes: 2 S/B + 2 ceil(log2 m) a.
 
 :func:`collective_transfer` says what a collective puts on the channels that it passes. Its time is a latency,
-in which nothing is moved, and a transfer. The bytes on each hop follow from the algorithm:
+in which nothing is moved, and a transfer, segments with it. The bytes on each hop follow from the algorithm:
 
 - ``ring``: S (n-1)/n on each hop around the ring, twice for an all-reduce; S on all hops but the last for
   a broadcast;
@@ -65,6 +68,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise, permutations
 from operator import itemgetter
+from typing import NamedTuple
 
 from distsim.errors import CostError
 from distsim.hardware.routes import (
@@ -121,34 +125,61 @@ def collective_algorithms(kind: str, nbytes: float, group: Group, topology: Topo
     if len(group) == 1:
         return {"ring": 0.0}
     route = find_route(group, topology)
-    if kind == "send":
-        if len(group) != 2:
-            raise CostError(f"send goes from one device to another; the group has {len(group)}")
-        return {"direct": nbytes / route.bandwidth + route.latency + route.start}
-    if kind == "shift":
-        return {"ring": nbytes / route.bandwidth + route.latency + route.start}
+    if kind == "send" and len(group) != 2:
+        raise CostError(f"send goes from one device to another; the group has {len(group)}")
     if choice is not None:
         exchange = token_exchange(choice, nbytes, route)
         if exchange is not None:
             return {"node-limited": exchange.seconds}
         kind, nbytes = "all_to_all", choice.bytes_of_ranks(nbytes, route.size)
-    if kind in PAIRWISE:
-        times = pairwise_algorithms(kind, nbytes, route, find_exchange(group, topology))
-    else:
-        times = ring_algorithms(kind, nbytes, route)
-    return {name: route.start + seconds for name, seconds in times.items()}
+    return {name: moved.over(route) for name, moved in _algorithms(kind, nbytes, group, topology).items()}
 
 
 # --- the formulas ------------------------------------------------------------------------------------
 
 
-def ring_algorithms(kind: str, nbytes: float, route: Route) -> dict[str, float]:
-    """Seconds of an all-reduce, all-gather, reduce-scatter or broadcast over a route, by algorithm."""
+class _Seconds(NamedTuple):
+    """The seconds of an algorithm: ``latency``, in which nothing is moved, and those of the bytes alone."""
+
+    latency: float
+    transfer: float
+
+    @property
+    def alone(self) -> float:
+        """Both."""
+        return self.latency + self.transfer
+
+    def times(self, count: int) -> _Seconds:
+        """So many of them, one after the other."""
+        return _Seconds(count * self.latency, count * self.transfer)
+
+    def then(self, other: _Seconds) -> _Seconds:
+        """This one and then another."""
+        return _Seconds(self.latency + other.latency, self.transfer + other.transfer)
+
+    def over(self, route: Route) -> float:
+        """The seconds with what a route's levels take for a collective and for each of its segments."""
+        segments = 2 * math.sqrt(route.segment_time * self.transfer) if route.segment_time else 0.0
+        return route.start + self.alone + segments
+
+
+def _algorithms(kind: str, nbytes: float, group: Group, topology: Topology) -> dict[str, _Seconds]:
+    """Return what each algorithm that fits the group takes, several ranks at least."""
+    route = find_route(group, topology)
+    if kind in PAIRWISE:
+        return _pairwise(kind, nbytes, route, find_exchange(group, topology))
+    if kind in _RINGS:
+        return _rings(kind, nbytes, route)
+    return {"direct" if kind == "send" else "ring": _Seconds(route.latency, nbytes / route.bandwidth)}
+
+
+def _rings(kind: str, nbytes: float, route: Route) -> dict[str, _Seconds]:
+    """An all-reduce, all-gather, reduce-scatter or broadcast over a route, by algorithm."""
     hops = (route.size - 1) * route.latency
     times = {"ring": _passes(kind, nbytes, route.size, route.bandwidth, hops)}
     if kind == "all_reduce" and route.between:
         depth = math.ceil(math.log2(route.size))
-        times["tree"] = 2 * nbytes / route.bandwidth + 2 * depth * route.latency
+        times["tree"] = _Seconds(depth * route.latency, nbytes / route.bandwidth).times(2)
     if route.rails > route.bandwidth:
         times["rails"] = _passes(kind, nbytes, route.size, route.rails, hops)
     inner, outer = route.inner, route.outer
@@ -157,13 +188,19 @@ def ring_algorithms(kind: str, nbytes: float, route: Route) -> dict[str, float]:
         hops = (route.size - outer.size) * inner.latency + (outer.size - 1) * outer.latency
         times["rails"] = _passes(kind, nbytes, route.size, bandwidth, hops)
         if kind == "all_reduce":
-            times["hierarchical"] = _hierarchical(nbytes, inner, outer)
+            steps = [_best_ring(*step)[1] for step in _hierarchical(nbytes, inner, outer)]
+            times["hierarchical"] = steps[0].then(steps[1]).then(steps[2])
     return times
 
 
-def _passes(kind: str, nbytes: float, size: int, bandwidth: float, hops: float) -> float:
+def _best_ring(kind: str, nbytes: float, route: Route) -> tuple[str, _Seconds]:
+    """Return the ring algorithm that takes least, and what it takes."""
+    return min(_rings(kind, nbytes, route).items(), key=lambda item: item[1].alone)
+
+
+def _passes(kind: str, nbytes: float, size: int, bandwidth: float, hops: float) -> _Seconds:
     """One pass around a ring (two for an all-reduce), with the latency of a pass given."""
-    return (2 if kind == "all_reduce" else 1) * (_pass_bytes(kind, nbytes, size) / bandwidth + hops)
+    return _Seconds(hops, _pass_bytes(kind, nbytes, size) / bandwidth).times(2 if kind == "all_reduce" else 1)
 
 
 def _pass_bytes(kind: str, nbytes: float, size: int) -> float:
@@ -171,28 +208,25 @@ def _pass_bytes(kind: str, nbytes: float, size: int) -> float:
     return nbytes if kind == "broadcast" else nbytes * (size - 1) / size
 
 
-def _hierarchical(nbytes: float, inner: Route, outer: Route) -> float:
-    """Seconds of an all-reduce in three steps: inside, across, inside."""
-
-    def best(part: str, size: float, route: Route) -> float:
-        return fastest(ring_algorithms(part, size, route))[1]
-
-    inside = best("reduce_scatter", nbytes, inner) + best("all_gather", nbytes, inner)
-    return inside + best("all_reduce", nbytes / inner.size, outer)
+def _hierarchical(nbytes: float, inner: Route, outer: Route) -> list[tuple[str, float, Route]]:
+    """The three steps of a hierarchical all-reduce: across, and inside before and after it."""
+    inside = [(part, nbytes, inner) for part in ("reduce_scatter", "all_gather")]
+    return [("all_reduce", nbytes / inner.size, outer), *inside]
 
 
-def pairwise_algorithms(kind: str, nbytes: float, route: Route, exchange: PeerCosts) -> dict[str, float]:
-    """Seconds of an all-to-all, scatter or gather over a route, by algorithm."""
+def _pairwise(kind: str, nbytes: float, route: Route, exchange: PeerCosts) -> dict[str, _Seconds]:
+    """An all-to-all, scatter or gather over a route, by algorithm."""
     shard = nbytes / route.size
     if kind != "all_to_all":
-        return {"direct": shard * exchange.first_slowness + exchange.first_latency}
-    times = {"pairwise": shard * exchange.worst_slowness + exchange.worst_latency}
+        return {"direct": _Seconds(exchange.first_latency, shard * exchange.first_slowness)}
+    times = {"pairwise": _Seconds(exchange.worst_latency, shard * exchange.worst_slowness)}
     if route.inner is not None and route.outer is not None:
         # First gather inside the node what goes to one rail, then exchange along the rails.
-        times["hierarchical"] = sum(
+        inside, across = [
             _passes(kind, nbytes, part.size, part.bandwidth, (part.size - 1) * part.latency)
             for part in (route.inner, route.outer)
-        )
+        ]
+        times["hierarchical"] = inside.then(across)
     return times
 
 
@@ -235,27 +269,30 @@ def collective_transfer(kind: str, nbytes: float, group: Group, topology: Topolo
         return FluidCollective(algorithm, 0.0, 0.0, ())
     route, choice = find_route(group, topology), TokenChoice.of(kind)
     exchange = None if choice is None else token_exchange(choice, nbytes, route)
-    if choice is not None:
-        kind, nbytes = "all_to_all", choice.bytes_of_ranks(nbytes, route.size)
-    if kind == "send":
-        latency = route.latency + route.start
-        loads: list[Load] = [(((group[0], group[1]),), nbytes)]
-    elif kind == "shift":
-        latency, loads = route.latency + route.start, [(ring_hops(route.family), nbytes)]
-    elif exchange is not None:
+    if exchange is not None:
         latency, loads = exchange.latency, list(exchange.loads)
-    elif kind in PAIRWISE:
-        peers = find_exchange(group, topology)
-        latency = route.start + pairwise_algorithms(kind, 0.0, route, peers)[algorithm]
-        loads = _pairwise_loads(kind, nbytes, route, algorithm)
     else:
-        latency, loads = _ring_loads(kind, nbytes, route, algorithm)
-        latency += route.start
+        if choice is not None:
+            kind, nbytes = "all_to_all", choice.bytes_of_ranks(nbytes, route.size)
+        latency = route.start + _algorithms(kind, nbytes, group, topology)[algorithm].latency
+        loads = _loads(kind, nbytes, route, algorithm)
     on_hops: dict[Hop, float] = {}
     for hops, size in loads:
         for hop in hops if size > 0 else ():
             on_hops[hop] = on_hops.get(hop, 0.0) + size
     return FluidCollective(algorithm, seconds, min(latency, seconds), tuple(on_hops.items()))
+
+
+def _loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]:
+    """Return the bytes that an algorithm puts on hops."""
+    group = route.family[0]
+    if kind == "send":
+        return [(((group[0], group[1]),), nbytes)]
+    if kind == "shift":
+        return [(ring_hops(route.family), nbytes)]
+    if kind in PAIRWISE:
+        return _pairwise_loads(kind, nbytes, route, algorithm)
+    return _ring_loads(kind, nbytes, route, algorithm)
 
 
 def _pairwise_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]:
@@ -270,35 +307,23 @@ def _pairwise_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> l
     return [(ring_hops(part.family), nbytes * (part.size - 1) / part.size) for part in steps]
 
 
-def _ring_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> tuple[float, list[Load]]:
-    """Return the latency and the loads of an algorithm."""
+def _ring_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]:
     inner, outer = route.inner, route.outer
     if algorithm == "hierarchical" and inner is not None and outer is not None:
-        return _hierarchical_loads(nbytes, inner, outer)
-    latency = ring_algorithms(kind, 0.0, route)[algorithm]  # sizes enter in proportion
+        steps = _hierarchical(nbytes, inner, outer)
+        return [load for step in steps for load in _ring_loads(*step, _best_ring(*step)[0])]
     if algorithm == "tree":
-        return latency, [(ring_hops(route.family), 2 * nbytes)]
+        return [(ring_hops(route.family), 2 * nbytes)]
     moved = _pass_bytes(kind, nbytes, route.size) * (2 if kind == "all_reduce" else 1)
     if algorithm == "ring":
-        return latency, [(_chain(route.family) if kind == "broadcast" else ring_hops(route.family), moved)]
+        return [(_chain(route.family) if kind == "broadcast" else ring_hops(route.family), moved)]
     if inner is not None and outer is not None:
         inside = [(ring_hops(inner.family), moved * (inner.size - 1) / inner.size)]
-        return latency, [*inside, (ring_hops(outer.family), moved / inner.size)]
+        return [*inside, (ring_hops(outer.family), moved / inner.size)]
     count = min(len(part) for cut in route.parts for part in cut)
     parts = [part for cut in route.parts for part in cut]
     inside = [(ring_hops((part,)), moved * (len(part) - 1) / len(part)) for part in parts]
-    return latency, [*inside, (ring_hops(rails_of(route.parts, count)), moved / count)]
-
-
-def _hierarchical_loads(nbytes: float, inner: Route, outer: Route) -> tuple[float, list[Load]]:
-    def best(part: str, size: float, route: Route) -> tuple[float, list[Load]]:
-        return _ring_loads(part, size, route, fastest(ring_algorithms(part, size, route))[0])
-
-    steps = [
-        best("all_reduce", nbytes / inner.size, outer),
-        *[best(part, nbytes, inner) for part in ("reduce_scatter", "all_gather")],
-    ]
-    return sum(latency for latency, _ in steps), [load for _, loads in steps for load in loads]
+    return [*inside, (ring_hops(rails_of(route.parts, count)), moved / count)]
 
 
 def _chain(family: Iterable[Group]) -> tuple[Hop, ...]:

@@ -254,7 +254,7 @@ def _level(level: LevelTable, si: Mapping[str, float]) -> Level:
         level.group_size,
         _whole(level, si.get(f"{name}.devices_per_port", 1.0)),
         si.get(f"{name}.oversubscription", 1.0),
-        si.get(f"{name}.start", 0.0),
+        *(si.get(f"{name}.{part}", 0.0) for part in ("start", "segment_time")),
     )
 
 

@@ -75,7 +75,8 @@ class Route:
 
     ``latency`` is the mean over the hops of the slowest ring: a part passes them one after the other.
     ``rails`` is the bandwidth of several rings over all links between uneven parts of a group, ``parts``.
-    ``start`` are the seconds that a collective takes to begin, of the level that takes most.
+    ``start`` are the seconds that a collective takes to begin, ``segment_time`` those of one of its
+    segments, of the level that takes most.
     ``inner`` and ``outer`` are set where each group has several ranks in each of several groups of a level.
     ``between`` says that no two ranks share the smallest level (one rank a node).
     """
@@ -89,6 +90,7 @@ class Route:
     rails: float = 0.0
     parts: tuple[tuple[Group, ...], ...] = ()
     start: float = 0.0
+    segment_time: float = 0.0
 
     @property
     def size(self) -> int:
@@ -181,10 +183,14 @@ def _route_of(group: Group, topology: Topology) -> Route:
     if len(dict.fromkeys(group)) != len(group):
         raise CostError(f"a device occurs twice in a group of {len(group)} ranks")
     route = _route(family_of(group), topology)
-    if not any(level.start for level in topology.levels):
+    if not any(level.start or level.segment_time for level in topology.levels):
         return route
-    crossed = [topology.level(a, b) for a, b in ring_hops((group,))]
-    return replace(route, start=max([level.start for level in crossed if level is not None], default=0.0))
+    levels = {topology.level(a, b) for a, b in ring_hops((group,))}
+    crossed = [level for level in levels if level is not None]
+    start = max([level.start for level in crossed], default=0.0)
+    return replace(
+        route, start=start, segment_time=max([level.segment_time for level in crossed], default=0.0)
+    )
 
 
 def _route(family: tuple[Group, ...], topology: Topology) -> Route:

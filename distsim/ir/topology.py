@@ -24,8 +24,9 @@ class Level:
     ``group_size`` is the number of devices in one group, ``None`` for all devices of the topology. The
     link is that of a port: a switch whose ports all run at this bandwidth. ``devices_per_port``
     neighbours share one port (two GPUs on one NIC); by default each device has its own. A collective that
-    crosses the level takes ``start`` seconds to begin, once, whatever its ranks. The groups of
-    the level below (single devices, if there is none) are joined by uplinks that together carry what
+    crosses the level takes ``start`` seconds to begin, once, whatever its ranks, and each of the segments in
+    which it moves its bytes takes ``segment_time`` seconds (:mod:`distsim.hardware.collectives`). The groups
+    of the level below (single devices, if there is none) are joined by uplinks that together carry what
     their ports carry, divided by ``oversubscription``.
 
     Raises :class:`TopologyError` for figures that make no sense.
@@ -37,6 +38,7 @@ class Level:
     devices_per_port: int = 1
     oversubscription: float = 1.0
     start: float = 0.0
+    segment_time: float = 0.0
 
     def __post_init__(self) -> None:
         if self.group_size is not None and self.group_size < 2:
@@ -52,10 +54,11 @@ class Level:
             raise TopologyError(
                 f"level {self.name!r}: oversubscription={self.oversubscription} must be finite and at least 1"
             )
-        if not 0 <= self.start < math.inf:
-            raise TopologyError(
-                f"level {self.name!r}: start={self.start} must be finite and not negative (seconds)"
-            )
+        for name, seconds in (("start", self.start), ("segment_time", self.segment_time)):
+            if not 0 <= seconds < math.inf:
+                raise TopologyError(
+                    f"level {self.name!r}: {name}={seconds} must be finite and not negative (seconds)"
+                )
 
     @property
     def shared(self) -> bool:
@@ -154,15 +157,15 @@ class Topology:
         """Whether some level has ports or uplinks that several devices share."""
         return any(level.shared for level in self._levels)
 
-    def without_start(self) -> Topology:
+    def of_direct_writes(self) -> Topology:
         """Return the links for kernels that write to their peers' memory: within the innermost level nothing
-        begins first, as in NCCL.
+        begins first or goes in segments, as in NCCL.
         """
         found = self._views.get(self._version)
         if found is None:
             found = self._views[self._version] = Topology()
             found._devices, found._links, found._version = self._devices, self._links, self._version
-            inner = [dataclasses.replace(level, start=0.0) for level in self._levels[:1]]
+            inner = [dataclasses.replace(level, start=0.0, segment_time=0.0) for level in self._levels[:1]]
             found._levels = (*inner, *self._levels[1:])
         return found
 
