@@ -56,7 +56,8 @@ UNIT = {
     **{
         "bandwidth": "GB/s",
         "latency": "us",
-        "start": "us", "segment_time": "us",
+        "start": "us",
+        "segment_time": "us", "segment_time": "us",
         "memory": "GiB",
         "throughput": "TFLOP/s",
         "context": "GiB",
