@@ -10,9 +10,9 @@ kind               S is the bytes of                                       ring 
 ``all_gather``     the gathered result on every rank (n shards of S/n)     (n-1)/n S/B + (n-1) a
 ``reduce_scatter`` the full input on every rank (the result is S/n)        (n-1)/n S/B + (n-1) a
 ``broadcast``      the tensor that the first rank of the group sends       S/B + (n-1) a
-``all_to_all``     the local tensor of a rank; S/n of it go to each rank   (n-1)/n S/B + (n-1) a
-``scatter``        the full tensor on the first rank; each gets S/n        (n-1)/n S/B + (n-1) a
-``gather``         the full result on the first rank                       (n-1)/n S/B + (n-1) a
+``all_to_all``     the local tensor of a rank; S/n of it go to each rank   (n-1)/n S/B + a + (n-2) o
+``scatter``        the full tensor on the first rank; each gets S/n        (n-1)/n S/B + a + (n-2) o
+``gather``         the full result on the first rank                       (n-1)/n S/B + a + (n-2) o
 ``send``           the message; the group is (source, destination)         S/B + a
 ``shift``          the message of each rank to the next, of the last to    S/B + a
                    the first
@@ -24,9 +24,14 @@ runs all steps of one, a message too, in one kernel. What is moved goes in segme
 work at once, on different ones: where each takes a time s (``Level.segment_time``) and T is what the bytes
 take alone, k of them take T + k s + T/k, at the best k = sqrt(T/s) T + 2 sqrt(s T). Node-limited exchanges of
 tokens take neither: DeepEP's kernels write to their peers without NCCL. One rank has nothing to send: zero.
-Where ranks of the group share a port or an uplink, B is what each gets. In ``all_to_all``, ``scatter``,
-``gather`` and ``send`` B and a are those of the links between the pairs that talk, and a rank serves its
-peers one after the other.
+Where ranks of the group share a port or an uplink, B is what each gets.
+
+In ``all_to_all``, ``scatter``, ``gather`` and ``send`` B and a are those of the links between the pairs that
+talk. A rank sends over all levels at once, as NCCL's channels do, and the slowest of them counts: to p peers
+p S/n/B and a latency a + (p-1) o, as messages are under way together, each posted o after the one before:
+:data:`distsim.hardware.routes.MESSAGE_POST`, or a where that is less. Of 35 all-to-alls on 2 to 32 nodes of
+p5.48xlarge (crazyguitar/aws-gpu-communication-benchmark, fd167f9) that is 8 % off. Over links that were set
+for pairs a rank serves its peers one after the other.
 
 Where a group has k ranks in each of m groups of a level (k GPUs in each of m nodes, n = k m), more algorithms
 are open, and the cheapest is taken:
@@ -34,9 +39,8 @@ are open, and the cheapest is taken:
 - ``rails``: k rings at a time, each leaving the node by another rank's port, so that
   B = min(B inside, k B across); a pass has n-m hops inside and m-1 hops across. NCCL's multi-channel ring.
 - ``hierarchical``, for an all-reduce: reduce-scatter inside, all-reduce of S/k across (k of them side by
-  side), all-gather inside, and recursively for more levels; for an all-to-all: what goes to one rail is
-  brought together inside first. NCCL has rings alone for what gathers, scatters or sends to all (tuning.cc;
-  NVIDIA/nccl issues 1473 and 1594), so that these start the later the more ranks there are.
+  side), all-gather inside, and recursively for more levels. NCCL has rings alone for what gathers or scatters
+  (tuning.cc; NVIDIA/nccl issues 1473 and 1594), so that these start the later the more ranks there are.
 - ``tree``, for an all-reduce between nodes: 2 S/B + 2 ceil(log2 m) a.
 
 :func:`collective_transfer` says what a collective puts on the channels that it passes. Its time is a latency,
@@ -215,19 +219,11 @@ def _hierarchical(nbytes: float, inner: Route, outer: Route) -> list[tuple[str, 
 
 
 def _pairwise(kind: str, nbytes: float, route: Route, exchange: PeerCosts) -> dict[str, _Seconds]:
-    """An all-to-all, scatter or gather over a route, by algorithm."""
-    shard = nbytes / route.size
-    if kind != "all_to_all":
-        return {"direct": _Seconds(exchange.first_latency, shard * exchange.first_slowness)}
-    times = {"pairwise": _Seconds(exchange.worst_latency, shard * exchange.worst_slowness)}
-    if route.inner is not None and route.outer is not None:
-        # First gather inside the node what goes to one rail, then exchange along the rails.
-        inside, across = [
-            _passes(kind, nbytes, part.size, part.bandwidth, (part.size - 1) * part.latency)
-            for part in (route.inner, route.outer)
-        ]
-        times["hierarchical"] = inside.then(across)
-    return times
+    """An all-to-all, scatter or gather over a route, by algorithm: the levels at once, the slowest counts."""
+    ways = exchange.any_rank if kind == "all_to_all" else exchange.first_rank
+    times = [_Seconds(latency, nbytes / route.size * slowness) for latency, slowness in ways]
+    name = "pairwise" if kind == "all_to_all" else "direct"
+    return {name: max(times, key=lambda seconds: seconds.alone)}
 
 
 Load = tuple[tuple[Hop, ...], float]
@@ -291,20 +287,17 @@ def _loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]
     if kind == "shift":
         return [(ring_hops(route.family), nbytes)]
     if kind in PAIRWISE:
-        return _pairwise_loads(kind, nbytes, route, algorithm)
+        return _pairwise_loads(kind, nbytes, group)
     return _ring_loads(kind, nbytes, route, algorithm)
 
 
-def _pairwise_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]:
-    group = route.family[0]
-    if algorithm == "pairwise":
-        return [(tuple(permutations(group, 2)), nbytes / route.size)]
-    if kind == "scatter":
-        return [(tuple([(group[0], b) for b in group[1:]]), nbytes / route.size)]
-    if kind == "gather":
-        return [(tuple([(b, group[0]) for b in group[1:]]), nbytes / route.size)]
-    steps = [part for part in (route.inner, route.outer) if part is not None]
-    return [(ring_hops(part.family), nbytes * (part.size - 1) / part.size) for part in steps]
+def _pairwise_loads(kind: str, nbytes: float, group: Group) -> list[Load]:
+    hops = {
+        "all_to_all": tuple(permutations(group, 2)),
+        "scatter": tuple([(group[0], b) for b in group[1:]]),
+        "gather": tuple([(b, group[0]) for b in group[1:]]),
+    }
+    return [(hops[kind], nbytes / len(group))]
 
 
 def _ring_loads(kind: str, nbytes: float, route: Route, algorithm: str) -> list[Load]:

@@ -98,14 +98,26 @@ class Route:
         return len(self.family[0])
 
 
+MESSAGE_POST = 2e-6
+"""Seconds until the next of several messages is under way, where a link's latency is longer: what a post to a
+network costs in NCCL's tuning model (``getNetOverhead``: 2 us on hosts of AMD, 1 us on Intel's)."""
+
+
+def latency_of_messages(count: int, latency: float) -> float:
+    """Seconds in which nothing is moved of so many messages of a rank, posted one after the other."""
+    return latency + (count - 1) * min(latency, MESSAGE_POST)
+
+
+Way = tuple[float, float]
+"""What a rank sends over one level: its latency, and the seconds of a byte to each of its peers there."""
+
+
 @dataclass(frozen=True, slots=True)
 class PeerCosts:
-    """Sums over the peers of a rank: seconds per byte, and latencies; the worst rank's and the first's."""
+    """What ranks have between them and all their peers, level by level: any rank's, and the first one's."""
 
-    worst_slowness: float
-    worst_latency: float
-    first_slowness: float
-    first_latency: float
+    any_rank: tuple[Way, ...]
+    first_rank: tuple[Way, ...]
 
 
 _ROUTES = Cache[Topology, Route]("the links that a group crosses, by topology, its version and group", 4096)
@@ -232,46 +244,50 @@ def rails_of(parts: Iterable[tuple[Group, ...]], count: int) -> tuple[Group, ...
 def _exchange(group: Group, topology: Topology) -> PeerCosts:
     family = family_of(group)
     group = family[0]
-    slowness, latency = [0.0] * len(group), [0.0] * len(group)
-    if topology.has_shared_ports:
-        return _shared_exchange(family, topology)
-    if topology.has_pair_links:
-        for i, a in enumerate(group):
+    if topology.has_pair_links:  # nothing says which of them leave a rank at once: one after the other
+        ways: list[Way] = []
+        for a in group:
             links = [topology.link(a, b) for b in group if b is not a]
-            slowness[i] = math.fsum(1 / link.achieved for link in links)
-            latency[i] = math.fsum(link.latency for link in links)
-    else:
-        # Levels only: counting the peers that each level adds avoids looking at every pair.
-        place = {device: i for i, device in enumerate(group)}
-        reached = [1] * len(group)
-        levels = topology.groups_by_level(group)
-        for level in topology.levels:
-            for part in levels[level.name]:
-                for i in (place[device] for device in part):
-                    peers = len(part) - reached[i]
-                    slowness[i] += peers / level.link.achieved
-                    latency[i] += peers * level.link.latency
-                    reached[i] = len(part)
-    return PeerCosts(max(slowness), max(latency), slowness[0], latency[0])
-
-
-def _shared_exchange(family: tuple[Group, ...], topology: Topology) -> PeerCosts:
-    """Where ports are shared: a byte to each peer keeps a channel busy for what all its ranks put on it.
-
-    The first rank on its own (a scatter) shares with no one, but passes the narrowest channel.
-    """
+            latency = math.fsum(link.latency for link in links)
+            ways.append((latency, math.fsum(1 / link.achieved for link in links)))
+        return PeerCosts(tuple(dict.fromkeys(ways)), (ways[0],))
+    ranks = [_ways(peers, topology) for peers in _peers_by_level(group, topology)]
+    if not topology.has_shared_ports:
+        return PeerCosts(tuple(dict.fromkeys([way for own in ranks for way in own])), ranks[0])
+    # Where ports are shared a byte to each peer keeps a channel busy for what all its ranks put on it.
     load: Counter[Channel] = Counter()
     for each in family:
         for a, b in permutations(each, 2):
             load.update(channels(a, b, topology))
-    group = family[0]
     slowness = max((count / channel.capacity for channel, count in load.items()), default=0.0)
-    latencies = [math.fsum(topology.link(a, b).latency for b in group if b != a) for a in group]
-    first = math.fsum(
-        1 / min(channel.capacity for channel in channels(group[0], b, topology)) for b in group[1:]
+    latency = max([latency for own in ranks for latency, _ in own])
+    first: dict[Level | None, float] = {}
+    for b in group[1:]:  # on its own it shares with no one, but passes the narrowest channel
+        level = topology.level(group[0], b)
+        passed = min(channel.capacity for channel in channels(group[0], b, topology))
+        first[level] = first.get(level, 0.0) + 1 / passed
+    return PeerCosts(((latency, slowness),), ((max([way[0] for way in ranks[0]]), max(first.values())),))
+
+
+def _peers_by_level(group: Group, topology: Topology) -> list[tuple[int, ...]]:
+    """Return of each rank how many peers each level joins it with; without looking at every pair."""
+    place = {device: i for i, device in enumerate(group)}
+    reached, found = [1] * len(group), [list[int]() for _ in group]
+    levels = topology.groups_by_level(group)
+    for level in topology.levels:
+        for part in levels[level.name]:
+            for i in (place[device] for device in part):
+                found[i].append(len(part) - reached[i])
+                reached[i] = len(part)
+    return [tuple(peers) for peers in found]
+
+
+def _ways(peers: Iterable[int], topology: Topology) -> tuple[Way, ...]:
+    """Return what a rank's messages take at each level that it has peers by."""
+    return tuple(
+        [
+            (latency_of_messages(count, level.link.latency), count / level.link.achieved)
+            for count, level in zip(peers, topology.levels, strict=True)
+            if count
+        ]
     )
-    one = max(
-        math.fsum(1 / min(channel.capacity for channel in channels(a, b, topology)) for b in group if b != a)
-        for a in group
-    )
-    return PeerCosts(max(slowness, one), max(latencies), first, latencies[0])

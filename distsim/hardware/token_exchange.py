@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from distsim.hardware.routes import Hop, Route, ring_hops
+from distsim.hardware.routes import Hop, Route, latency_of_messages, ring_hops
 from distsim.token_choice import TokenChoice
 
 
@@ -42,6 +42,6 @@ def token_exchange(choice: TokenChoice, nbytes: float, route: Route) -> TokenFlo
         (inner, choice.bytes_of_ranks(nbytes, route.size)),
     ]
     moved = [(part, size * (part.size - 1) / part.size) for part, size in legs]
-    latency = sum((part.size - 1) * part.latency for part, _ in moved)
+    latency = sum(latency_of_messages(part.size - 1, part.latency) for part, _ in moved)
     loads = tuple([(ring_hops(part.family), size) for part, size in moved])
     return TokenFlow(latency + max(size / part.bandwidth for part, size in moved), latency, loads)
