@@ -8,7 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from distsim.errors import PartitionError, ScheduleError
+from distsim import simulate
+from distsim.errors import PlanError, ScheduleError
 from distsim.program import parts
 from distsim.schedule import Kind, one_f_one_b, torch_csv, write_csv
 from distsim.schedule.action import WAYS, WaitsFor, way_of
@@ -41,8 +42,11 @@ def test_what_knows_some_kinds_refuses_the_others_by_name(monkeypatch):
     with pytest.raises(ScheduleError, match=r"^1f1b: torch's tables have no B \(backward\), as of B0@0"):
         write_csv(made)
     monkeypatch.setattr(tables, "_PHASE_OF", np.array([0, -1, 2, 3, -1, -1, -1, -1]))
-    with pytest.raises(PartitionError, match=r"^1f1b runs B \(backward\), and stages are balanced by"):
+    with pytest.raises(ScheduleError, match=r"^1f1b runs B \(backward\), and stages are balanced by"):
         tables.order_of(made)
+    plan = "pp=2,microbatches=2,stages=auto"  # which falls back on others where no split fits
+    with pytest.raises(PlanError, match="runs B .* give stages by their sizes"):
+        simulate("gpt:layers=8,hidden=32,heads=2,seq=16,vocab=64", "dgx-a100", plan, batch=2)
 
 
 def test_the_first_way_that_has_what_is_listed_says_what_is_missing():

@@ -58,7 +58,6 @@ UNIT = {
         "latency": "us",
         "start": "us",
         "segment_time": "us",
-        "segment_time": "us",
         "memory": "GiB",
         "throughput": "TFLOP/s",
         "context": "GiB",

@@ -322,7 +322,7 @@ class TestHierarchy:
         assert found == pytest.approx([7e-6, 1e-5 + 7 * 2e-6, 1e-5 + 23 * 2e-6])
 
     def test_measured_all_to_alls(self):
-        """GB/s on p5.48xlarge: crazyguitar/aws-gpu-communication-benchmark, fd167f9, data/nccl_alltoall.csv."""
+        """GB/s on p5.48xlarge: crazyguitar/aws-gpu-communication-benchmark, fd167f9, nccl_alltoall.csv."""
         measured = {(2, 32): 47.78, (2, 2048): 84.53, (8, 32): 29.13, (8, 2048): 50.41, (32, 2048): 40.94}
         for (nodes, mib), rate in measured.items():
             topology = load_cluster(f"aws-p5:{nodes}")

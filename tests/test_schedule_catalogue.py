@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from schedule_replay import peaks, replay
 
+from distsim import search
 from distsim.errors import ScheduleError
 from distsim.plan import Plan
 from distsim.schedule import (
@@ -21,6 +22,8 @@ from distsim.schedule import (
     Generator,
     Schedule,
     Weights,
+    catalogue,
+    example,
     gpipe,
     read_csv,
     register_schedule,
@@ -51,7 +54,7 @@ TABLES = {
     "V-Min": "v_min",
     "1F1B-V": "1f1b_v",
 }
-MADE = sorted({*TABLES.values(), "interleaved", "pipedream", "pipedream_2bw"})
+MADE = [*SCHEDULES]
 
 
 def check_row(folder: Path, row: dict[str, str]) -> None:
@@ -249,9 +252,34 @@ def test_large_schedules_are_made_and_checked():
 
 
 def test_a_schedule_of_ones_own_is_known_by_name():
-    two_more = Generator(lambda p, m, chunks: gpipe(p, m), 1, "loop", "GPipe by another name", "this test")
-    assert register_schedule("own", two_more) is register_schedule("own", two_more) is SCHEDULES["own"]
-    assert schedule("own", 2, 3) == gpipe(2, 3) and Plan(schedule="own").schedule == "own"
+    again = Generator(lambda p, m, chunks: gpipe(p, m), 1, "loop", "GPipe by another name", "this test")
+    assert register_schedule("own", again) is register_schedule("own", again) is SCHEDULES["own"]
+    try:
+        assert schedule("own", 2, 3) == gpipe(2, 3) and Plan(schedule="own").schedule == "own"
+    finally:
+        del catalogue._SCHEDULES["own"]
     for name, words in (("1f1b", "there is a schedule '1f1b' already"), ("a b", "use lower-case letters")):
         with pytest.raises(ScheduleError, match=words):
-            register_schedule(name, two_more)
+            register_schedule(name, again)
+
+
+def test_what_a_schedule_is_like_is_told_by_the_smallest_that_is_made(monkeypatch):
+    """Plans and searches ask how steps end, whatever sizes a schedule takes."""
+
+    def picky(p, m, chunks):
+        if p < 8:
+            raise ScheduleError(f"picky: {p} ranks do not do")
+        return gpipe(p, m)
+
+    monkeypatch.setitem(catalogue._SCHEDULES, "picky", Generator(picky, 1, "loop", "of many ranks", "here"))
+    made = example("picky")
+    assert made is not None and (made.num_ranks, made.weights) == (8, FLUSH)
+    found = search("gpt2", "dgx-a100", batch=8, workers=1, plan="tp=1,pp=2|8,schedule=picky")
+    assert found.trials
+
+
+def test_a_schedule_of_other_chunks_than_asked_for_is_refused(monkeypatch):
+    own = Generator(lambda p, m, chunks: gpipe(p, m), None, "loop", "GPipe of one stage a rank", "this test")
+    monkeypatch.setitem(catalogue._SCHEDULES, "own", own)
+    with pytest.raises(ScheduleError, match="own has 1 stages a rank, whatever is asked for, here chunks=2"):
+        schedule("own", 2, 4, 2)

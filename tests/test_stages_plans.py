@@ -1,5 +1,6 @@
 """Stages chosen for a model: what its blocks cost, what plans make of it, and that it computes the same."""
 
+from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -20,7 +21,8 @@ from training_models import (
 from distsim.errors import PartitionError, PlanError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
 from distsim.hardware.rank_axes import logical_mesh
-from distsim.ir import Mesh
+from distsim.ir import Mesh, Topology
+from distsim.ir.kernel_rates import NO_RATES
 from distsim.models import gpt, llama, mlp
 from distsim.plan import Plan
 from distsim.schedule import schedule
@@ -295,3 +297,15 @@ def test_what_cannot_be_is_refused():
     deep = Mesh(topology.devices[:16], pp=16, dp=1, tp=1)
     with pytest.raises(PlanError, match="stages=default: 16 stages, but only 8 to divide"):
         laid_out(model("gpt"), deep, schedule("1f1b", 16, 2), stages="default")
+
+
+def test_launches_are_part_of_what_they_launch_and_no_constants():
+    """Where a host is slower than its kernels, a block takes what launches do, and none is refused."""
+    topology = bare_cluster("dgx-a100")
+    device = replace(topology.devices[0], rates=replace(NO_RATES, launches=(("eager", 1e-4),)))
+    topology = Topology.of_devices([device] * 8, topology.levels)
+    step = outline(differentiate(gpt(layers=4, hidden=32, heads=2, seq=16, batch=4, vocab=64), SGD()))
+    blocks = block_costs(step, CostModel(topology, kernels="eager"))
+    layers = [block for block in blocks if block.name.startswith("h")]
+    assert all(block.shared < block.forward / 4 and block.after <= block.backward for block in blocks[1:-1])
+    assert all(block.forward > 1e-3 and block.backward > block.forward for block in layers)

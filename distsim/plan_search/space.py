@@ -36,7 +36,7 @@ from distsim.errors import PlanError, shortened
 from distsim.ir import Function, Tensor, Topology, all_ops
 from distsim.plan import RESHARD, SWITCH, TP_OVERLAP, Plan, parse_schedule, parse_stages
 from distsim.plan.rank_layout import CP_KINDS
-from distsim.schedule import FLUSH, SCHEDULES, schedule
+from distsim.schedule import FLUSH, SCHEDULES, example
 from distsim.schedule.refusals import count as count_of
 from distsim.suggestions import choices_for
 from distsim.transforms.recompute.joint import Joint
@@ -373,7 +373,8 @@ class PlanSpace:
 
 def _flushes(name: str) -> bool:
     """Whether a schedule of the catalogue is made from sizes alone, and ends in a flush."""
-    return not SCHEDULES[name].searched and schedule(name, 2, 4).weights == FLUSH
+    made = example(name)
+    return made is not None and made.weights == FLUSH
 
 
 def divisors(number: int) -> list[int]:

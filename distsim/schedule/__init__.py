@@ -8,7 +8,15 @@ What a rank does at a time is a ``Cell``, an action or two that overlap:
 """
 
 from distsim.schedule.action import LETTERS, Action, Cell, Kind
-from distsim.schedule.catalogue import SCHEDULES, TABLE, Generator, longer, register_schedule, schedule
+from distsim.schedule.catalogue import (
+    SCHEDULES,
+    TABLE,
+    Generator,
+    example,
+    longer,
+    register_schedule,
+    schedule,
+)
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
 from distsim.schedule.table import Schedule
 from distsim.schedule.torch_csv import read_csv, write_csv
@@ -29,6 +37,7 @@ __all__ = [
     "Kind",
     "Schedule",
     "Weights",
+    "example",
     "gpipe",
     "issue_order",
     "longer",

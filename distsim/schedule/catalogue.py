@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Literal
 
+from distsim.cache import cached
 from distsim.errors import ScheduleError
 from distsim.schedule.greedy.controllable_memory import one_f_one_b_v, v_half, v_min
 from distsim.schedule.greedy.zero_bubble import zb_auto, zb_v_greedy
@@ -185,7 +187,30 @@ def schedule(
         raise ScheduleError(f"{name}: unknown option {foreign[0]}; {takes}")
     if chunks is None:
         chunks = known.chunks or 1
-    return known.make(num_ranks, num_microbatches, chunks, **options)
+    made = known.make(num_ranks, num_microbatches, chunks, **options)
+    if made.chunks != chunks:
+        raise ScheduleError(
+            f"{name} has {made.chunks} stages a rank, whatever is asked for, here chunks={chunks}: let its "
+            f"Generator say chunks={made.chunks}, or refuse others"
+        )
+    return made
+
+
+@cached("examples of schedules, by name", 256)
+def example(name: str) -> Schedule | None:
+    """Return a small schedule of a name, which shows how all of them end and what their actions are.
+
+    None for one that is searched for, from times, and for one that takes none of the sizes that are tried.
+
+    >>> example("zb_h1").splits_backward, example("zb_auto")
+    (True, None)
+    """
+    check_named(name)
+    known = SCHEDULES[name]
+    for ranks in () if known.searched else (2, 4, 8, 16):
+        with suppress(ScheduleError):
+            return schedule(name, ranks, 2 * ranks, known.chunks or 2)
+    return None
 
 
 def longer(order: Schedule, num_microbatches: int) -> Schedule:

@@ -8,6 +8,7 @@ from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Role, Value
@@ -158,7 +159,8 @@ class _Pricer:
         makers = [int(tasks.makers[i, 0]) for i, key in enumerate(block.outputs) if key in self.leaving]
         leaves = max([_longest(summary.end(task)) for task in makers if task >= 0], default=total)
         accumulation = self._accumulation(block, mesh, total)
-        return constants, total - constants, max(total - leaves, 0.0), accumulation
+        after = min(max(total - leaves, 0.0), total - constants)
+        return constants, total - constants, after, accumulation
 
     def total(self, block: Block, stage: Stage) -> float:
         """Return the seconds of a block on the ranks of a stage; 0 for what nobody reads."""
@@ -185,8 +187,7 @@ class _Pricer:
         mesh = self._ranks_of(stage)
         for _, block in stage.updates:
             tasks = self.tasks(block.function, mesh)
-            first = tasks.streams[tasks.stream_start[:-1]] if len(tasks) else np.zeros(0, np.int64)
-            names = np.array([stream.name for stream in tasks.stream_table], np.str_)[first]
+            names = _names(tasks)
             computes, moves = names == "compute", (names != "compute") & (names != HOST)
             busy, moving = float(tasks.durations[computes].sum()), float(tasks.durations[moves].sum())
             update += busy
@@ -196,12 +197,25 @@ class _Pricer:
 
 
 def _constants(tasks: BlockTasks) -> float:
-    """Return the seconds of the ops, outside of Calls, that need no input: a stage runs them once."""
-    fixed = tasks.call == 0
+    """Return the seconds of the ops, outside of Calls, that need no input: a stage runs them once.
+
+    Of what their launches take, and they do, the longer.
+    """
+    host = _names(tasks) == HOST
+    fixed, launches = (tasks.call == 0) | host, np.zeros(len(tasks), np.bool_)
     for task in range(len(tasks)):
         needs = tasks.deps[tasks.dep_start[task] : tasks.dep_start[task + 1]]
         fixed[task] &= bool((needs >= 0).all() and fixed[needs].all())
-    return float(tasks.durations[fixed].sum())
+        if fixed[task] and not host[task]:
+            launches[needs] = True
+    durations = tasks.durations
+    return max(float(durations[fixed & ~host].sum()), float(durations[launches & host].sum()))
+
+
+def _names(tasks: BlockTasks) -> npt.NDArray[np.str_]:
+    """Return the name of the stream, of the first rank, that each task is on."""
+    first = tasks.streams[tasks.stream_start[:-1]] if len(tasks) else np.zeros(0, np.int64)
+    return np.array([stream.name for stream in tasks.stream_table], np.str_)[first]
 
 
 def _longest(seconds: np.ndarray) -> float:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from distsim.errors import PartitionError
+from distsim.errors import PartitionError, ScheduleError
 from distsim.schedule import FLUSH, SCHEDULES, Kind, Schedule, schedule
 from distsim.schedule.action import by_code
 from distsim.schedule.codes import kind_of, number_of
@@ -99,9 +99,9 @@ def as_schedule(named: str | Schedule, stages: int, microbatches: int) -> Schedu
 
 
 def order_of(schedule: Schedule) -> Order:
-    """Return the tasks of a schedule; raises ``ScheduleError`` as its ``check()``.
+    """Return the tasks of a schedule.
 
-    Raises :class:`PartitionError` for a kind of action whose time nobody says here.
+    Raises :class:`ScheduleError` as its ``check()``, and for a kind of action whose time nobody says here.
     """
     ranks, _ = schedule.merged()
     codes = schedule.codes_in_order
@@ -112,7 +112,7 @@ def order_of(schedule: Schedule) -> Order:
     kind, number = _PHASE_OF[kind_of(flat)], number_of(flat)
     if (kind < 0).any():
         unknown = tuple(Kind)[kind_of(int(flat[kind < 0][0]))]
-        raise PartitionError(
+        raise ScheduleError(
             f"{schedule.name} runs {unknown.value} ({unknown.phase}), and stages are balanced by the times "
             f"of {', '.join(_PHASES)}; give stages by their sizes, or a schedule of these"
         )

@@ -37,7 +37,6 @@ from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
-from distsim.cache import cached
 from distsim.cost.efficiency import best_share, element_type, kind_of_work
 from distsim.ir import Device, Function, Op, Role, Tensor, Topology, Value, all_ops, trim
 from distsim.ops import Signature, Work, signature_of, work
@@ -56,8 +55,7 @@ from distsim.plan_search.bounds.pipeline_bounds import (
 )
 from distsim.plan_search.bounds.plan_keys import cuts_layers, runs_alone, saves_alike, splits_backward
 from distsim.plan_search.bounds.saved_bytes import layers_saved_bytes
-from distsim.schedule import FLUSH, SCHEDULES
-from distsim.schedule import schedule as schedule_named
+from distsim.schedule import FLUSH, SCHEDULES, example
 from distsim.simulation.memory.plan import gradient_values
 from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.sharding.problem_graph import written
@@ -374,10 +372,9 @@ def _best_seconds(signature: Signature, demand: Work, device: Device) -> float:
     return demand.flops / (device.peak(dtype) * device.flops_efficiency * (1.0 if share is None else share))
 
 
-@cached("whether steps of schedules end with a flush, by name", 256)
 def _has_flush(schedule: str) -> bool:
     name = parse_schedule(schedule)[0]
-    known = SCHEDULES.get(name)
-    if known is None or known.searched:
-        return known is not None
-    return schedule_named(name, 2, 4, known.chunks or 2).weights == FLUSH
+    if name not in SCHEDULES:
+        return False
+    made = example(name)
+    return SCHEDULES[name].searched or (made is not None and made.weights == FLUSH)

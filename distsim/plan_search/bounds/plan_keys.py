@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Hashable
 from typing import NamedTuple
 
-from distsim.cache import cached
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.recomputation import parse_remat
-from distsim.schedule import SCHEDULES
-from distsim.schedule import schedule as schedule_named
+from distsim.schedule import SCHEDULES, Schedule, example
 from distsim.transforms.kernels import Kernels
 
 
@@ -156,23 +154,17 @@ def saves_alike(plan: Plan) -> bool:
     return not (plan.offload or name in ("every", "every_early", "block", "uniform"))
 
 
-@cached("whether schedules may have a backward pass in two halves, by name", 256)
 def _has_halves(schedule: str) -> bool:
+    made = _example_of(schedule)
+    return made is None or made.splits_backward
+
+
+def _example_of(schedule: str) -> Schedule | None:
     name = parse_schedule(schedule)[0]
-    known = SCHEDULES.get(name)
-    return known is None or known.searched or schedule_named(name, 2, 4, known.chunks or 2).splits_backward
+    return example(name) if name in SCHEDULES else None
 
 
 def runs_alone(plan: Plan) -> bool:
     """Whether the ranks of a plan have one copy of the model each, and run one pass at a time."""
-    return _is_single(plan.schedule)
-
-
-@cached("whether ranks have one copy of a model, by schedule", 256)
-def _is_single(schedule: str) -> bool:
-    name = parse_schedule(schedule)[0]
-    known = SCHEDULES.get(name)
-    if known is None or known.searched:
-        return False
-    made = schedule_named(name, 2, 4, known.chunks or 2)
-    return made.copies == 1 and not made.pairs_actions
+    made = _example_of(plan.schedule)
+    return made is not None and made.copies == 1 and not made.pairs_actions

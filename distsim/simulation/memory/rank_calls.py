@@ -270,7 +270,9 @@ class _Builder:
         if block.pair:
             self._add_pair(block)
         for each in block.pair or (block,):
-            self.blocks[self._family(each), _how(each)] = each
+            known = self.blocks.setdefault((self._family(each), _how(each)), each)
+            if (known.function, known.reads, known.makes) != (each.function, each.reads, each.makes):
+                raise Irregular  # more tells them apart than what they do to sums
 
     def _family(self, block: BoundBlock) -> int:
         return code_of(self.stages.index(block.stages[0]), _CODES[block.kind])

@@ -103,7 +103,8 @@ def fastest_cut(
         except PartitionError as error:
             refused.append(error)
     found += _counted(functions[0], mesh, schedule, cost_model)
-    even = _noted(even, "stages=auto: the cut of even work is the fastest of those simulated")
+    why = f"; none was split by its blocks: {refused[0]}" if len(refused) == len(functions) else ""
+    even = _noted(even, f"stages=auto: the cut of even work is the fastest of those simulated{why}")
     found.append(_simulated(even, mesh, schedule, cost_model))
     fitting = [each for each in found if each.missing <= 0]
     if fitting:
