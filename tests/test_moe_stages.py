@@ -53,9 +53,8 @@ def test_rows_go_to_the_experts_and_back():
     fast = CostModel(TOPOLOGY)
     fast.communication_seconds = lambda signature, group: 0.0
     without = block_costs(joint([load]), fast, MESH)[1]
-    beside = TOPOLOGY.devices[0].kernel_launch_overhead  # a rank takes its part of the slots meanwhile
     told = collective_time("all_gather", RANKS * 16 * 8, tuple(TOPOLOGY.devices[:RANKS]), TOPOLOGY)
-    assert layer.forward - without.forward == pytest.approx(2 * moved + told - beside, rel=0.001)
+    assert layer.forward - without.forward == pytest.approx(2 * moved + told, rel=0.001)
     # The gradient of the shared input's other reader runs beside one of them.
     assert moved < layer.backward - without.backward < 2 * moved
 

@@ -12,6 +12,7 @@ from weakref import WeakValueDictionary
 from distsim.cache import Cache, uncollected
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
+from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import (
     Environment,
     Function,
@@ -46,6 +47,7 @@ from distsim.transforms.pipelining.stages import assign_stages
 from distsim.transforms.pipelining.turned_operands import turn_operands
 from distsim.transforms.sharding.shard import Sharded
 from distsim.transforms.tensor_parallel.dtensors import copy_rows, gather_once
+from distsim.transforms.tensor_parallel.expert_rows import sort_rows
 from distsim.transforms.tensor_parallel.message_parts import MessageKeys, carried_keys, send_parts
 from distsim.transforms.tensor_parallel.split_products import split_products
 
@@ -240,6 +242,7 @@ class _Source:
             stages, messages = send_parts(stages, places, blocks.outputs, ranks)
         stages = split_products(gather_once(stages, local.kernels), local.kernels)
         stages = turn_operands(copy_rows(stages, local.kernels), local.kernels)
+        stages = sort_rows(stages) if EXPERT in {**local.mesh.views, **dict(local.mesh.axes)} else stages
         stages = fuse_stages(sum_gradients(stages, local.kernels), local.kernels)
         stages = keep_scales(await_received(stages, local.kernels))
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)

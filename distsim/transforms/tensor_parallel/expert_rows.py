@@ -1,0 +1,102 @@
+"""Rows of tokens in the order of a rank's experts: what an exchange brings lies rank by rank.
+
+Kernels of grouped products read the rows of an expert side by side. A rank of several experts copies what it
+received from the others into that order, and what it made back before it sends it, forward and backward:
+Megatron-LM's ``sort_chunks_by_idxs`` (``MoEAlltoAllTokenDispatcher.dispatch_postprocess`` and
+``combine_preprocess``, megatron/core/transformer/moe/token_dispatcher.py, where ``num_local_experts > 1``),
+torchtitan's permutation before its grouped products. Where tensor-parallel ranks bring the rows of a sequence
+together in between, what they gather is copied, and what they scatter. An exchange node by node
+(``dispatcher=deepep``) brings each token once, and has no such copy: its own kernel lays out the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from distsim.cache import Cache
+from distsim.hardware.rank_axes import EXPERT, over_tensor
+from distsim.ir import Function, Op, Tensor, Value
+from distsim.ops.parts import Groups
+from distsim.program.block import RewrittenOps, StageBlocks, called, rewritten_stages
+
+_SORTED = Cache[Function, RewrittenOps | None]("functions that copy rows into the order of experts", 2)
+
+
+def sort_rows(stages: Sequence[StageBlocks]) -> tuple[StageBlocks, ...]:
+    """Return the blocks of all stages, with the copies of experts' rows that were, or will be, sent."""
+    return rewritten_stages(stages, _sorted)
+
+
+def _sorted(function: Function) -> RewrittenOps | None:
+    return _SORTED.get(function, None, lambda: _rewritten(function))
+
+
+def _rewritten(function: Function) -> RewrittenOps | None:
+    given = called(function, _sorted)
+    made = _with_copies(given) if _has_several_experts(given) else ((op, i) for i, op in enumerate(given))
+    return RewrittenOps.of(function, given, [*made])
+
+
+def _has_several_experts(ops: Sequence[Op]) -> bool:
+    """Whether grouped products read the rows of more than one expert: how many there are of each."""
+    counts = [
+        value.type
+        for op in ops
+        if "GroupedMatMul" in op.op_type
+        for value in op.inputs
+        if isinstance(value.type, Tensor) and value.type.dtype.name == "int64"
+    ]
+    return any(count.shape[0] > 1 for count in counts)
+
+
+def _with_copies(given: Sequence[Op]) -> Iterator[tuple[Op, int]]:
+    readers: dict[Value, list[Op]] = {}
+    for op in given:
+        for value in op.inputs:
+            readers.setdefault(value, []).append(op)
+    makers = {value: op for op in given for value in op.outputs}
+    arriving, leaving = set[Op](), set[Op]()
+    for op in given:
+        if _brings(op):
+            after = readers.get(op.outputs[0], [])
+            gathers = len(after) == 1 and _over_tensor(after[0], "MPIAllgather")
+            arriving.add(after[0] if gathers else op)
+        elif _sends_back(op):
+            before = makers.get(op.inputs[0])
+            scatters = before is not None and _over_tensor(before, "MPIReduceScatter")
+            leaving.add(before if before is not None and scatters else op)
+    for place, op in enumerate(given):
+        if op in arriving:
+            (rows,) = op.outputs
+            parts = Value(rows.name, rows.type)
+            yield replace(op, outputs=(parts,)), place
+            yield Op("CopyOut", (parts,), (rows,)), place
+        elif op in leaving:
+            (rows,) = op.inputs
+            parts = Value(rows.name, rows.type)
+            yield Op("CopyIn", (rows,), (parts,)), place
+            yield replace(op, inputs=(parts,)), place
+        else:
+            yield op, place
+
+
+def _exchanges(op: Op) -> bool:
+    if op.op_type != "MPIAlltoall" or op.attributes["axis"] != EXPERT:
+        return False
+    pieces = [op.attributes.get(name) for name in ("split_pieces", "concat_pieces")]
+    return not any(isinstance(each, Groups) and each.kind for each in pieces)
+
+
+def _brings(op: Op) -> bool:
+    """Whether an op exchanges samples of all experts for rows, of all samples, of a rank's own experts."""
+    return _exchanges(op) and isinstance(op.attributes["split"], int)
+
+
+def _sends_back(op: Op) -> bool:
+    """Whether an op exchanges them back."""
+    return _exchanges(op) and isinstance(op.attributes["concat"], int)
+
+
+def _over_tensor(op: Op, op_type: str) -> bool:
+    return op.op_type == op_type and len(op.inputs) == 1 and over_tensor(op.attributes["axis"])
