@@ -30,3 +30,15 @@ def test_rows_are_copied_into_the_order_of_a_ranks_experts(experts, options, pla
     )
     expected = [(kind, op_type, rows * 32 * 4) for kind in "FB" for op_type in ("CopyIn", "CopyOut")]
     assert found == (dict.fromkeys(expected, 2) if rows else {})
+
+
+@pytest.mark.parametrize(("kernels", "beside"), [("fused", False), ("eager", True)])
+def test_shared_experts_run_beside_exchanges_where_these_are_not_waited_for(kernels, beside):
+    """Megatron-LM's computation waits for its all-to-alls, forward and backward."""
+    model = "moe:layers=2,hidden=1024,heads=8,seq=1024,vocab=64,ffn=512,experts=8,top_k=2,shared=4"
+    step = simulate(model, "dgx-a100", "dp=4,ep=4", batch=8, kernels=kernels)
+    spans = [*step.spans()]
+    moving = [(span.start, span.end) for span in spans if span.op.op_type == "MPIAlltoall"]
+    products = [(span.start, span.end) for span in spans if span.op.op_type.startswith("MatMul")]
+    both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in moving for b in products)
+    assert len(moving) >= 8 and (both > 1e-5) == beside

@@ -77,7 +77,7 @@ NOT_MODELLED = {
     "--fp8-param-gather": "parameters are gathered in 16 bits",
     "--delay-wgrad-compute": "gradients of weights are not put off",
     "--overlap-moe-expert-parallel-comm": "tokens of one microbatch do not travel beside the other's compute",
-    "--moe-shared-expert-overlap": "shared experts run on the stream of the others",
+    "--moe-shared-expert-overlap": "shared experts wait while tokens are exchanged",
     "--distribute-saved-activations": "each rank of tp keeps what is saved whole",
     "--defer-embedding-wgrad-compute": "gradients of the output head are not put off",
     "--no-gradient-accumulation-fusion": "products add to sums of gradients, as the kernels of the stack do",

@@ -47,7 +47,7 @@ from distsim.transforms.pipelining.stages import assign_stages
 from distsim.transforms.pipelining.turned_operands import turn_operands
 from distsim.transforms.sharding.shard import Sharded
 from distsim.transforms.tensor_parallel.dtensors import copy_rows, gather_once
-from distsim.transforms.tensor_parallel.expert_rows import sort_rows
+from distsim.transforms.tensor_parallel.expert_rows import sort_rows, wait_for_rows
 from distsim.transforms.tensor_parallel.message_parts import MessageKeys, carried_keys, send_parts
 from distsim.transforms.tensor_parallel.split_products import split_products
 
@@ -236,14 +236,16 @@ class _Source:
 
     def cut(self, blocks: CutBlocks, local: Sharded, like: Cut | None = None) -> Cut:
         """Return the cut of these blocks; ``like`` is that of the first function of other sizes."""
+        experts = EXPERT in {**local.mesh.views, **dict(local.mesh.axes)}
         stages, ranks, messages = blocks.stages, local.mesh.axis_size("tp"), dict[tuple[Value, int], Value]()
         if local.kernels.sends_parts and ranks > 1 and len(stages) > 1:
             places = dict(zip(blocks.inputs, local.inputs, strict=True))
             stages, messages = send_parts(stages, places, blocks.outputs, ranks)
         stages = split_products(gather_once(stages, local.kernels), local.kernels)
         stages = turn_operands(copy_rows(stages, local.kernels), local.kernels)
-        stages = sort_rows(stages) if EXPERT in {**local.mesh.views, **dict(local.mesh.axes)} else stages
+        stages = sort_rows(stages) if experts else stages
         stages = fuse_stages(sum_gradients(stages, local.kernels), local.kernels)
+        stages = wait_for_rows(stages, local.kernels) if experts else stages
         stages = keep_scales(await_received(stages, local.kernels))
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)
         outputs = self.ends.cut_outputs(blocks, None if like is None else like.outputs)

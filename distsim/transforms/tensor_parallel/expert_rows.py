@@ -7,6 +7,9 @@ Megatron-LM's ``sort_chunks_by_idxs`` (``MoEAlltoAllTokenDispatcher.dispatch_pos
 torchtitan's permutation before its grouped products. Where tensor-parallel ranks bring the rows of a sequence
 together in between, what they gather is copied, and what they scatter. An exchange node by node
 (``dispatcher=deepep``) brings each token once, and has no such copy: its own kernel lays out the rows.
+
+Where frameworks exchange on the stream of the computation (``Kernels.exchanges_wait``), what comes next waits
+though it reads nothing of it: shared experts, forward and backward.
 """
 
 from __future__ import annotations
@@ -17,15 +20,26 @@ from dataclasses import replace
 from distsim.cache import Cache
 from distsim.hardware.rank_axes import EXPERT, over_tensor
 from distsim.ir import Function, Op, Tensor, Value
+from distsim.ops import operator
 from distsim.ops.parts import Groups
 from distsim.program.block import RewrittenOps, StageBlocks, called, rewritten_stages
+from distsim.transforms.kernels.policies import Kernels
 
+_AWAITED = Cache[Function, RewrittenOps | None]("functions that wait for rows of experts, by function", 2)
 _SORTED = Cache[Function, RewrittenOps | None]("functions that copy rows into the order of experts", 2)
 
 
 def sort_rows(stages: Sequence[StageBlocks]) -> tuple[StageBlocks, ...]:
     """Return the blocks of all stages, with the copies of experts' rows that were, or will be, sent."""
     return rewritten_stages(stages, _sorted)
+
+
+def wait_for_rows(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
+    """Return the blocks of all stages, whose computation waits for exchanges of experts' rows.
+
+    What ``kernels`` does not ask for changes nothing.
+    """
+    return rewritten_stages(stages, _awaited) if kernels.exchanges_wait else tuple(stages)
 
 
 def _sorted(function: Function) -> RewrittenOps | None:
@@ -79,6 +93,28 @@ def _with_copies(given: Sequence[Op]) -> Iterator[tuple[Op, int]]:
             yield replace(op, inputs=(parts,)), place
         else:
             yield op, place
+
+
+def _awaited(function: Function) -> RewrittenOps | None:
+    return _AWAITED.get(function, None, lambda: _waiting(function))
+
+
+def _waiting(function: Function) -> RewrittenOps | None:
+    given = called(function, _awaited)
+    made: list[tuple[Op, int]] = []
+    awaited: Value | None = None
+    for place, op in enumerate(given):
+        known = operator(op.op_type)
+        if awaited is not None and op.inputs and known.computes and not known.view:
+            if awaited not in op.inputs:
+                late = Value(op.inputs[0].name, op.inputs[0].type)
+                made.append((Op("OptimizationBarrier", (op.inputs[0], awaited), (late,)), place))
+                op = replace(op, inputs=(late, *op.inputs[1:]))
+            awaited = None
+        made.append((op, place))
+        if op.op_type == "MPIAlltoall" and op.attributes["axis"] == EXPERT:
+            (awaited,) = op.outputs
+    return RewrittenOps.of(function, given, made)
 
 
 def _exchanges(op: Op) -> bool:

@@ -87,6 +87,10 @@ class Kernels:
     ``checks_buckets``: before that the host waits for the norm of each bucket, of which it asks whether it is
     a NaN
     (:mod:`distsim.transforms.gradient_passes`).
+    ``exchanges_wait``: the computation waits while ranks of experts exchange rows, also what does not read
+    them, such as shared experts (:mod:`distsim.transforms.tensor_parallel.expert_rows`): Megatron-LM's and
+    DeepSpeed's ``_AllToAll`` calls ``all_to_all_single`` without ``async_op`` (megatron/core/tensor_parallel/
+    mappings.py; deepspeed/moe/sharded_moe.py, from memory).
     ``sends_parts``: what tensor-parallel ranks hold alike they send to the next stage in parts, which are
     gathered there (:mod:`distsim.transforms.tensor_parallel.message_parts`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
@@ -120,6 +124,7 @@ class Kernels:
     unscales_first: bool = False
     averages: bool = False
     checks_buckets: bool = False
+    exchanges_wait: bool = False
     sends_parts: bool = False
     launched_as: str = ""
 
@@ -160,6 +165,7 @@ _MEGATRON_LM = replace(
     reads_norm=True,
     averages=True,
     checks_buckets=True,
+    exchanges_wait=True,
     launched_as="fused",
 )
 _MEGATRON_OF_2023 = replace(
@@ -202,6 +208,7 @@ KERNELS = {
             zeroed="wide",
             unscales_first=False,
             averages=True,
+            exchanges_wait=True,
             launched_as="eager",
         ),
         replace(_EAGER, name="eager_complex", rotary="complex", launched_as="eager"),
