@@ -1,5 +1,6 @@
 """Products that a framework has as one: queries, keys and values; a gate and what it gates."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -12,16 +13,18 @@ from training_models import (
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.hardware import load_cluster
-from distsim.ir import BFloat16, Function, FunctionMaker, Op, Role, Tensor, Value, callees
+from distsim.ir import BFloat16, Float32, Function, FunctionMaker, Op, Role, Tensor, Value, callees
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.models.mixture import Mixture
 from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.ops import op_label, signature_of, work
+from distsim.ops.kernel import KERNEL
 from distsim.ops.matmul import GROUP
 from distsim.plan import Plan
-from distsim.transforms import SGD, differentiate
+from distsim.transforms import SGD, differentiate, precision_named
+from distsim.transforms.autodiff.precision import SCALINGS
 from distsim.transforms.kernels import KERNELS, fuse
 from distsim.transforms.kernels.products import gradients_apart
 
@@ -104,10 +107,12 @@ def test_a_joined_kernel_does_the_flops_of_its_products():
     assert sorted(flops) == [one] + [1.5 * one] * 2  # of the first product, and of all behind it
 
 
-def layer_kernels(kernels: str, sizes: DecoderSizes, layer: str) -> list[Op]:
+def layer_kernels(kernels: str, sizes: DecoderSizes, layer: str, precision: str = "") -> list[Op]:
     """The ops of a layer that runs with some kernels, attention as one op."""
     policy = KERNELS[kernels]
-    function = gradients_apart(differentiate(decoder(sizes, 2, 16), SGD()), policy)
+    types = precision_named(precision) if precision else None
+    joint = differentiate(decoder(sizes, 2, 16, Float32()), SGD(), precision=types)
+    function = gradients_apart(joint, policy)
     fused = fuse(function, policy).function
     return [op for each in callees(fused) if each.name == layer for op in each.ops]
 
@@ -132,6 +137,58 @@ def test_a_split_that_torch_makes_copies_gradients_side_by_side():
     three = next(op for op in copies if len(op.inputs) == 3)
     assert {makers[value] for value in three.inputs} == {"TransposedView"}
     assert not [op for op in layer_kernels("fused", LLAMA, "layer_backward") if op.op_type == "CopyIn"]
+
+
+PASSES = ("layer", "layer_backward")
+
+
+@pytest.mark.parametrize("scaling", SCALINGS)
+def test_products_of_8_bits_are_joined_as_those_of_16_and_so_are_their_casts(scaling):
+    """Transformer Engine's linear_qkv and linear_fc1: one product each, one cast of the gradient of its
+    result, and no sum of gradients of what it multiplied."""
+    sixteen, eight, apart = (
+        Counter(op_label(op) for layer in PASSES for op in layer_kernels(kernels, LLAMA, layer, precision))
+        for kernels, precision in (
+            ("fused", "mixed"),
+            ("fused", f"fp8:scaling={scaling}"),
+            ("eager", f"fp8:scaling={scaling}"),
+        )
+    )
+    for name in ("MatMul", "MatMulGradA", "MatMulGradB"):
+        assert (sixteen[name], eight[f"Float8{name}"], apart[f"Float8{name}"]) == (4, 4, 7), name
+    assert eight["Add"] == sixteen["Add"]
+    casts = eight["Float8Cast"], apart["Float8Cast"]
+    assert casts == (4 + 4 + 4, 4 + 7 + 7)  # of what is multiplied, weights, gradients
+    assert eight["Float8Amax"] == (casts[0] if scaling == "tensorwise" else 0)
+
+
+@pytest.mark.parametrize(("precision", "name"), [("mixed", "GroupedMatMul"), ("fp8", "Float8GroupedMatMul")])
+def test_experts_have_one_weight_for_gate_and_up_where_their_framework_has(precision, name):
+    """Megatron-LM's GroupedMLP: weight1 is twice as wide as the inner dimension; torchtitan's w1 and w3."""
+    sizes = replace(LLAMA, experts=Mixture(4, 2, 48))
+    fused, eager = (
+        [op for layer in PASSES for op in layer_kernels(kernels, sizes, layer, precision)]
+        for kernels in ("fused", "eager")
+    )
+    for kind in ("", "GradA", "GradB"):
+        one, other = ([op for op in ops if op_label(op) == name + kind] for ops in (fused, eager))
+        assert (len(one), len(other)) == (2, 3)
+        assert sum(work(signature_of(op)).flops for op in one) == sum(
+            work(signature_of(op)).flops for op in other
+        )
+    rows = next(op for op in fused if op_label(op) == f"{name}GradA" and op.op_type == KERNEL).outputs
+    assert [value.type.shape[-1] for value in rows] == [32]  # of rows as they came, summed
+    added = [value for op in eager if op.op_type == "Add" for value in op.outputs]
+    assert rows[0].type.shape in [value.type.shape for value in added]
+    assert rows[0].type.shape not in [v.type.shape for op in fused if op.op_type == "Add" for v in op.outputs]
+
+
+def test_a_split_that_torch_makes_is_copied_before_it_is_cast():
+    backward = layer_kernels("eager_waiting", LLAMA, "layer_backward", "fp8")
+    copied = [value for op in backward if op.op_type == "CopyIn" for value in op.outputs]
+    assert len(copied) == 5 and {value.type.dtype for value in copied} == {BFloat16()}
+    cast = [op.inputs for op in backward if op_label(op) == "Float8Cast" and len(op.inputs) > 1]
+    assert sorted(map(len, cast)) == [2, 3]
 
 
 def test_a_router_is_a_product_of_its_own():

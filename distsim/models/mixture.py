@@ -28,6 +28,7 @@ from distsim.models.parts.feed_forward import FeedForward, feed_forward
 from distsim.models.parts.layer_maker import ACTIVATIONS, LayerMaker, check_activation
 from distsim.models.routing import Routing
 from distsim.models.sizes import check_caps, check_counts, check_sizes
+from distsim.ops.matmul import GROUP
 from distsim.ops.parts import shown_sizes
 from distsim.suggestions import choices_for
 from distsim.token_choice import TokenChoice
@@ -271,14 +272,15 @@ def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing, g
     if sizes.dispatcher == "deepep":
         known["exchange"] = str(sizes.choice)
 
-    def grouped(source: Value, name: str, width_in: int, width_out: int) -> Value:
+    def grouped(source: Value, name: str, width_in: int, width_out: int, group: str = "") -> Value:
         weight = layer.parameter(f"experts.{name}.w", sizes.experts, width_in, width_out)
-        return layer("GroupedMatMul", source, weight, counts, name=f"experts.{name}", **known)
+        of = {GROUP: group} if group else {}
+        return layer("GroupedMatMul", source, weight, counts, name=f"experts.{name}", **known, **of)
 
     op_type, _ = ACTIVATIONS[sizes.activation]
-    gate = grouped(rows, "gate", layer.hidden, sizes.ffn)
+    gate = grouped(rows, "gate", layer.hidden, sizes.ffn, "experts.gated")
     gate = layer.activated(gate, sizes.activation, f"experts.{op_type.lower()}")
-    up = grouped(rows, "up", layer.hidden, sizes.ffn)
+    up = grouped(rows, "up", layer.hidden, sizes.ffn, "experts.gated")
     inner = layer("Mul", gate, up, name="experts.gated")
     if gates is not None:
         inner = layer("Mul", inner, gates, name="experts.weighted")

@@ -27,7 +27,7 @@ from distsim.hardware.rank_axes import over_tensor
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import DType, Float8E4M3FN, Float8E5M2, Float32, Tensor, as_tensor, from_numpy
 from distsim.ir.value import Attributes, Value
-from distsim.ops.matmul import grad_a, grad_b, matmul_labels, matmul_shape
+from distsim.ops.matmul import GROUP, grad_a, grad_b, matmul_labels, matmul_shape
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -41,7 +41,7 @@ from distsim.ops.operator import (
     reading_bound,
     register,
 )
-from distsim.ops.places import resizing, shape_of
+from distsim.ops.places import picked, resizing, shape_of
 from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 GRADIENT_SCALE = 1024.0
@@ -243,7 +243,8 @@ def cast_gradient(ctx: GradientContext, amaxes: Sequence[Value]) -> tuple[list[V
     """Return the gradient of a product as its gradients read it, with its largest element if ``amaxes`` are
     those of the operands; and their attributes."""
     to = type_number(Float8E5M2())
-    options: dict[str, Any] = {"to": type_number(as_tensor(ctx.grad.type, "the gradient").dtype)}
+    to_read = type_number(as_tensor(ctx.grad.type, "the gradient").dtype)
+    options: dict[str, Any] = {"to": to_read, **picked(ctx.attributes, GROUP)}
     if amaxes:
         largest = ctx.add("Float8Amax", ctx.grad)
         return [ctx.add("Float8Cast", ctx.grad, largest, to=to), largest], options

@@ -41,7 +41,7 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     they are (``launches``). Views count for nothing. Raises :class:`ValueError` for an op without a work
     rule.
     """
-    summed = one_product and any(op.op_type == "MatMulGradA" for op in ops)
+    summed = one_product and any(op.op_type.endswith("MatMulGradA") for op in ops)
     flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
     for op in ops:
         if operator(op.op_type).view or (summed and op.op_type == "Add"):
@@ -58,7 +58,7 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     if one_product or not chained or max(Counter(names).values(), default=0) > 3:
         names = list(dict.fromkeys(names))
     label = "+".join(names)
-    marks: dict[str, float | str] = {"columns": 1} if one_product else {}
+    marks: dict[str, float | str] = {"columns": 1} if one_product and matrix else {}
     added = sum(op.inputs[0].type.nbytes + op.outputs[0].type.nbytes for op in ops if op.op_type == ADD)
     if matrix and added:
         marks["added"] = float(added)

@@ -32,7 +32,8 @@ from distsim.ir.module_names import added_name
 from distsim.ir.type import dtype_named
 from distsim.ops import signature_of, work
 from distsim.ops.conversion import ONCE
-from distsim.ops.places import shape_of
+from distsim.ops.matmul import GROUP
+from distsim.ops.places import picked, shape_of
 from distsim.transforms.autodiff.precision import LINEAR_OPS, LOSSES, SCALINGS, Precision
 
 _CASTS = ("Cast", "CopyIn", "GradientCast", "GradientCopy", "ScaleGradient")
@@ -261,7 +262,7 @@ class _FunctionCaster:
             if op.attributes.get(name, 0):
                 value = self.maker.add("Transpose", [value], {"perm": (1, 0)})[0]
             factors.append(self._narrow(value, once))
-        options = {"to": cast_number(self.precision.compute), **self._marks}
+        options = {"to": cast_number(self.precision.compute), **self._marks, **picked(op.attributes, GROUP)}
         names = [value.name for value in op.outputs]
         operands = [each[0] for each in factors]
         amaxes = [amax for each in factors for amax in each[1:]]

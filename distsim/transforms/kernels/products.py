@@ -4,8 +4,11 @@ Models are written here with a weight for queries, one for keys, one for values,
 what it gates. Where a framework has them as one (Megatron-LM's ``query_key_value`` and ``linear_fc1``,
 llm-foundry's ``Wqkv``, nanotron's ``qkv_proj`` and ``gate_up_proj``), one kernel multiplies by all of them,
 one makes the gradients of all of these weights, and one the gradient of what they multiply: no sum of
-gradients of parts is left to be made (:func:`products_of_groups`). What these kernels read has to lie side by
-side. Where torch split the result, the gradients of its parts are copied so (``SplitBackward0``, which is
+gradients of parts is left to be made (:func:`products_of_groups`). So it is in 8 bits (Transformer Engine's
+``LayerNormColumnParallelLinear``), where one kernel casts the gradients of all parts too, and of experts,
+whose ``weight1`` has gate and up (Megatron-LM core 0.12, core/transformer/moe/experts.py, ``GroupedMLP``).
+What these kernels read has to lie side by side. Where torch split the result, the gradients of its parts are
+copied so, before they are cast (``SplitBackward0``, which is
 ``torch.cat``: ``Kernels.products`` is ``copied``); kernels that read or write with strides need none.
 
 Autograd makes the gradients of the two operands of a product by a kernel each. Where ranks have to sum the
@@ -26,6 +29,7 @@ from distsim.cache import Cache
 from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Function, Op, Tensor, Value, rewrite_all
 from distsim.ops import operator, signature_of, work
+from distsim.ops.conversion import ONCE
 from distsim.ops.matmul import GROUP
 from distsim.ops.places import shape_of
 from distsim.transforms.kernels.policies import Kernels
@@ -138,7 +142,8 @@ def products_of_groups(ops: Sequence[Op], outputs: Sequence[Value], kernels: Ker
     """Return the ops of a function that returns ``outputs``, products of one group next to each other.
 
     Groups are products, and gradients of weights, of one operand, and gradients of that operand with the
-    additions that sum them. As given where the policy leaves products apart.
+    additions that sum them; and what casts their other operands to 8 bits. As given where the policy leaves
+    products apart.
     """
     plain = OpsWithGroups(tuple(ops), tuple(range(len(ops))))
     if kernels.products == "apart":
@@ -169,12 +174,46 @@ def _groups(ops: Sequence[Op], outputs: Sequence[Value]) -> list[tuple[int, ...]
     """Return the places of the ops of each group of at least two products."""
     alike: dict[Hashable, list[int]] = {}
     for place, op in enumerate(ops):
-        group = op.attributes.get(GROUP)
-        if group is not None and op.op_type in ("MatMul", "MatMulGradB") and len(op.inputs) == 2:
-            weight = op.inputs[1] if op.op_type == "MatMul" else op.outputs[0]
-            if len(shape_of(weight)) == 2:
-                alike.setdefault((op.op_type, op.inputs[0], group), []).append(place)
-    return [tuple(each) for each in (*alike.values(), *_summed(ops, outputs)) if len(each) > 1]
+        if _kind(op) in ("MatMul", "MatMulGradB") and _multiplies_weight(op):
+            alike.setdefault((op.op_type, op.inputs[0], op.attributes[GROUP]), []).append(place)
+    found = [tuple(each) for each in (*alike.values(), *_summed(ops, outputs)) if len(each) > 1]
+    inside = {place for group in found for place in group}
+    for casts in _casts(ops, tuple(found)):
+        if inside.isdisjoint(casts):  # both gradients of a product read them
+            found.append(casts)
+            inside.update(casts)
+    return found
+
+
+_CASTS = ("Float8Amax", "Float8Cast", "Float8Turn")
+"""What makes operands of 8 bits as products read them."""
+
+
+def _kind(op: Op) -> str:
+    """Return what an op is called if its operands had 16 bits, and one matrix each."""
+    return op.op_type.removeprefix("Float8").removeprefix("Grouped")
+
+
+def _multiplies_weight(op: Op) -> bool:
+    """Whether an op is a product, or its gradient, of a group and a weight: a matrix, or one an expert."""
+    if GROUP not in op.attributes or len(op.inputs) < 2:
+        return False
+    weight = {"MatMul": op.inputs[1], "MatMulGradA": op.inputs[0]}.get(_kind(op), op.outputs[0])
+    return len(shape_of(weight)) == (3 if "Grouped" in op.op_type else 2)
+
+
+def _casts(ops: Sequence[Op], groups: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:
+    """Yield the places of the casts of operands of each group, if there are several for a place of operands,
+    and of what these read."""
+    maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
+    for group in groups:
+        inputs = [ops[place].inputs for place in group if ops[place].op_type != "Add"]
+        for values in zip(*inputs, strict=True):
+            places = tuple(sorted({maker.get(value, -1) for value in values}))
+            kinds = {ops[place].op_type if place >= 0 else "" for place in places}
+            if len(places) > 1 and len(kinds) == 1 and kinds <= {*_CASTS}:
+                yield places
+                yield from _casts(ops, [places])
 
 
 def _summed(ops: Sequence[Op], outputs: Sequence[Value]) -> list[list[int]]:
@@ -185,8 +224,8 @@ def _summed(ops: Sequence[Op], outputs: Sequence[Value]) -> list[list[int]]:
             count[value] = count.get(value, 0) + 1
     sums: dict[Value, tuple[Hashable, list[int]]] = {}
     for place, op in enumerate(ops):
-        if op.op_type == "MatMulGradA" and GROUP in op.attributes and len(shape_of(op.inputs[0])) == 2:
-            sums[op.outputs[0]] = op.attributes[GROUP], [place]
+        if _kind(op) == "MatMulGradA" and _multiplies_weight(op):
+            sums[op.outputs[0]] = (op.op_type, op.attributes[GROUP]), [place]
         elif op.op_type == "Add" and len(op.inputs) == 2 and all(count[v] == 1 for v in op.inputs):
             one, other = (sums.get(value) for value in op.inputs)
             if one is not None and other is not None and one[0] == other[0]:
@@ -198,16 +237,17 @@ def _summed(ops: Sequence[Op], outputs: Sequence[Value]) -> list[list[int]]:
 def _copies(ops: Sequence[Op], units: Sequence[_Together], changed: dict[int, Op]) -> list[_Together]:
     """Return copies of the gradients that groups read, side by side; note ops that then read these.
 
-    What was made with other strides is copied from where it lies.
+    What was made with other strides is copied from where it lies. Casts write side by side.
     """
     maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
     made: dict[tuple[Value, ...], dict[Value, Value]] = {}
     copies: list[_Together] = []
     for unit in units:
-        products = [(n, op) for n, op in zip(unit.places, unit.ops, strict=True) if op.op_type != "Add"]
-        if products[0][1].op_type == "MatMul":
+        readers = [(n, op) for n, op in zip(unit.places, unit.ops, strict=True) if op.op_type != "Add"]
+        at = _place_of_gradient(readers[0][1])
+        if at is None:
             continue
-        read = tuple(dict.fromkeys([op.inputs[1] for _, op in sorted(products, key=lambda each: each[0])]))
+        read = tuple(dict.fromkeys([op.inputs[at] for _, op in sorted(readers, key=lambda each: each[0])]))
         key = tuple(sorted(read, key=lambda value: maker.get(value, -1)))
         if len({value.type.dtype for value in key if isinstance(value.type, Tensor)}) > 1:
             continue
@@ -223,10 +263,19 @@ def _copies(ops: Sequence[Op], units: Sequence[_Together], changed: dict[int, Op
                 else:
                     view = ops[maker[value]]
                     changed[maker[value]] = replace(view, inputs=(copy, *view.inputs[1:]))
-        for place, op in products:
-            there = made[key].get(op.inputs[1], op.inputs[1])
-            changed[place] = replace(op, inputs=(op.inputs[0], there))
+        for place, op in readers:
+            there = made[key].get(op.inputs[at], op.inputs[at])
+            changed[place] = replace(op, inputs=(*op.inputs[:at], there, *op.inputs[at + 1 :]))
     return copies
+
+
+def _place_of_gradient(op: Op) -> int | None:
+    """Return which input of an op of a group is a gradient that a split makes; None where it has none."""
+    if op.op_type in ("Float8Amax", "Float8Cast"):
+        return None if op.attributes.get(ONCE, 0) else 0
+    return {"MatMulGradA": 1, "MatMulGradB": 1, "GroupedMatMulGradA": 2, "GroupedMatMulGradB": 2}.get(
+        op.op_type
+    )
 
 
 def _lying(value: Value, ops: Sequence[Op], maker: Mapping[Value, int]) -> Value:

@@ -276,9 +276,10 @@ of each gradient in float16 whether it overflowed, where DeepSpeed's engine runs
 ``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the first have
 multi-tensor kernels. One weight for queries, keys and values, and one for a gate and what it gates, have
 Megatron-LM (6985e58 of 2021, megatron/model/transformer.py: ``query_key_value``; core 0.12: ``linear_qkv``,
-``linear_fc1``), llm-foundry (v0.1.0 to v0.4.0, models/layers/attention.py: ``Wqkv``, and ``chunk`` or
-``split`` of its result) and nanotron (4796d2d9, models/llama.py: ``qkv_proj``, ``gate_up_proj``, split);
-torchtitan and Hugging Face's Llama have them apart."""
+``linear_fc1``, also as layers of Transformer Engine's in 8 bits, and of experts ``weight1``), llm-foundry
+(v0.1.0 to v0.4.0, models/layers/attention.py: ``Wqkv``, and ``chunk`` or ``split`` of its result) and
+nanotron (4796d2d9, models/llama.py: ``qkv_proj``, ``gate_up_proj``, split); torchtitan and Hugging Face's
+Llama have them apart."""
 
 
 def kernels_named(name: str) -> Kernels:
