@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from functools import cache
+from itertools import takewhile
 
 import pytest
 from training_models import (
@@ -16,10 +17,11 @@ from training_models import (
 
 from distsim.compose import parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator
-from distsim.ir import Function, FunctionMaker, Role, Tensor, all_ops, callees
+from distsim.ir import Float32, Function, FunctionMaker, Role, Tensor, all_ops, callees
+from distsim.models import llama
 from distsim.plan import Plan
 from distsim.schedule import SCHEDULES
-from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms import SGD, Adam, differentiate, precision_named
 from distsim.transforms.kernels.policies import KERNELS
 
 PLAIN = replace(KERNELS["ops"], name="apart", gradients_apart=True)
@@ -117,15 +119,34 @@ def test_an_all_reduce_of_inputs_runs_beside_the_gradients_of_weights():
     assert hidden == pytest.approx(weight, rel=1e-3)
 
 
+def kinds_of_backward(joint: Function, plan: Plan, name: str) -> list[list[str]]:
+    """The ops of the backward passes of such a name."""
+    program = parallelize(joint, plan, topology_of(plan.devices), kernels=KERNELS["eager"])
+    function = program.to_function(steady=True)
+    bodies = [each for each in callees(function) if name in each.name and len(each.ops) > 30]
+    assert bodies
+    return [[op.op_type for op in body.ops] for body in bodies]
+
+
 def test_every_product_of_one_collective_is_ahead_of_the_weights():
     """Queries, keys, values: three gradients of the input, their sum, its collective, then the weights'."""
-    program = parallelize(
-        differentiate(small_llama(batch=8), None), Plan(tp=2), topology_of(2), kernels=KERNELS["eager"]
-    )
-    function = program.to_function(steady=True)
-    bodies = [each for each in callees(function) if "backward" in each.name and len(each.ops) > 30]
-    assert bodies
-    for body in bodies:
-        kinds = [op.op_type for op in body.ops]
+    for kinds in kinds_of_backward(differentiate(small_llama(batch=8), None), Plan(tp=2), "backward"):
         last = max(place for place, kind in enumerate(kinds) if kind == "MPIAllreduce")
         assert kinds[last + 1 : last + 4] == ["MatMulGradB"] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "collective"), [("tp=2", "MPIAllreduce"), ("tp=2,sp=on", "MPIReduceScatter")]
+)
+def test_gradients_of_8_bits_are_in_the_same_order(text, collective):
+    """Behind their collectives those of a gate and of what it gates, and the three of attention."""
+    model = llama(2, 16, 4, 2, 24, 4, 8, 32, dtype=Float32())
+    joint = differentiate(model, None, precision=precision_named("fp8"))
+    found: dict[str, list[int]] = {}
+    for overlap in ("on", "off"):
+        plan = Plan.parse(f"{text},tp_overlap={overlap}")
+        (kinds,) = kinds_of_backward(joint, plan, "layer_backward")
+        moved = [place for place, kind in enumerate(kinds) if kind == collective]
+        runs = [takewhile("Float8MatMulGradB".__eq__, kinds[place + 1 :]) for place in moved]
+        found[overlap] = [len([*run]) for run in runs]
+    assert found == {"on": [2, 3], "off": [0, 0]}

@@ -15,8 +15,10 @@ Autograd makes the gradients of the two operands of a product by a kernel each. 
 gradient of the input, or divided sequences to be brought together for it, Megatron-LM starts that collective
 at once and makes the gradient of the weight meanwhile (``core/tensor_parallel/layers.py``,
 ``LinearWithGradAccumulationAndAsyncCommunication``): here the gradients of weights of all products whose
-collective it is stand right behind it. Nothing else changes places. Where a framework makes both gradients
-first, as autograd does to which a product is one node, that of the weight stands before that of the input.
+collective it is stand right behind it, those of 8 bits too, which are a kernel each from the start
+(Transformer Engine's pytorch/module/layernorm_linear.py). Nothing else changes places. Where a framework
+makes both gradients first, as autograd does to which a product is one node, that of the weight stands before
+that of the input.
 """
 
 from __future__ import annotations
@@ -68,7 +70,11 @@ def _issued(ops: Sequence[Op]) -> Iterator[Op]:
             readers.setdefault(value, []).append(op)
     waiting: list[tuple[Op, set[Op]]] = []  # gradients of weights, and the collectives before each
     issued: set[Op] = set()
+    beside = _beside(ops, readers)
     for op in ops:
+        if op in beside and beside[op] not in issued:
+            waiting.append((op, {beside[op]}))
+            continue
         parts = _parts(op)
         found = [_collective(part.outputs[0], readers) for part in parts]
         before = {collective for collective in found if collective is not None}
@@ -86,6 +92,18 @@ def _issued(ops: Sequence[Op]) -> Iterator[Op]:
         yield from [late for late, collectives in waiting if collectives <= issued]
         waiting = [(late, collectives) for late, collectives in waiting if not collectives <= issued]
     yield from [late for late, _ in waiting]
+
+
+def _beside(ops: Sequence[Op], readers: Mapping[Value, Sequence[Op]]) -> dict[Op, Op]:
+    """Return the collective of the gradient of the input by each gradient of a weight of 8 bits.
+
+    Both gradients of a product read that of its result, cast once.
+    """
+    found = {
+        op.inputs[1]: _collective(op.outputs[0], readers) for op in ops if op.op_type == "Float8MatMulGradA"
+    }
+    halves = [(op, found.get(op.inputs[1])) for op in ops if op.op_type == "Float8MatMulGradB"]
+    return {op: collective for op, collective in halves if collective is not None}
 
 
 def _weights_first(ops: Sequence[Op]) -> Iterator[Op]:
