@@ -93,6 +93,9 @@ WITH_EXPERTS = [
     ("dp=8,ep=2,zero=3,zero_ranks=4", 1, "edp_inner", "dp_inner"),
     ("dp=4,ep=2,zero=3,zero_ranks=2", 1, "", "ep"),  # of a group each has experts of its own
     ("dp=8,ep=4,zero=2,zero_ranks=2", 1, "", "ep_inner"),
+    ("dp=4,ep=4,zero=2,zero_ranks=2,microbatches=2", 1, "", "ep_inner"),
+    ("dp=4,ep=2,zero=3,zero_ranks=2,microbatches=2,bucket=fsdp2", 1, "", "ep"),
+    ("dp=4,ep=2,zero=3,zero_ranks=2,microbatches=2,pp=2", 1, "", "ep"),
     ("dp=4,ep=4,cp=2,zero=1,zero_ranks=2,microbatches=2", 4, "", "ep_dp+cp"),
     ("dp=4,ep=4,cp=2,zero=3,zero_ranks=2,order=tp-ep-dp-cp-pp", 4, "cp", "ep_inner+cp"),
     ("dp=4,ep=2,tp=2,etp=1,sp=on,zero=3,zero_ranks=2", 2, "dp_inner", "dp_inner"),
@@ -203,6 +206,27 @@ def test_gradients_of_experts_are_scattered_over_those_of_a_group_with_the_same(
     layers = SENT.layers
     expected["all_gather", "ep"] += layers * plan.ep * SENT.experts.experts * 8  # counts of rows
     assert {key: n for key, n in found.items() if key[0] != "all_to_all"} == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "times"),
+    [("zero=1", 1), ("zero=2", 2), ("zero=3,bucket=fsdp2", 2), ("zero=3,pp=2", 1)],  # stages' once, as others
+)
+def test_experts_that_a_group_has_once_are_reduced_between_groups_when_others_are(text, times):
+    """FSDP2's fully_shard over one rank of each group: all-reduced over the groups in each backward pass."""
+    plan = Plan.parse(f"dp=4,ep=2,zero_ranks=2,microbatches=2,{text}")
+    joint = with_experts(1)
+    program = parallelize(joint, plan, topology_of(plan.devices))
+    elements = Counter[bool]()
+    for op in [op for op in all_ops(program.to_function()) if op.op_type == "MPIAllreduce"]:
+        axes = [
+            axis for axis in program.mesh.axes_of(op.attributes["axis"]) if program.mesh.axis_size(axis) > 1
+        ]
+        for value in op.inputs if axes == ["dp_outer"] else ():
+            elements[len(value.type.shape) == 3] += value.type.size
+    experts = sum(v.type.size for v in joint.parameters if len(v.type.shape) == 3)
+    assert elements[True] == times * experts // plan.ep
+    assert elements[False] >= times * sum(v.type.size for v in joint.parameters if len(v.type.shape) < 3) // 2
 
 
 def test_a_part_is_reduced_between_groups_with_its_bucket():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from distsim.errors import PlanError
@@ -66,6 +67,24 @@ def updates_of(op: Op) -> list[OptimizerStep]:
                 )
             )
     return found
+
+
+_BY_ELEMENT = ("GradientCopy", "ScaleGradient")
+"""What may stand between the sum of a gradient and its update, besides views."""
+
+
+def before_update(
+    gradient: Value, producer: Mapping[Value, Op], readers: Mapping[Value, int]
+) -> tuple[Value, list[Op]]:
+    """Return the sum that an update's gradient is made of element by element, and the ops between the two."""
+    between: list[Op] = []
+    while readers.get(gradient, 0) == 1 and gradient in producer:
+        op = producer[gradient]
+        if op.op_type not in _BY_ELEMENT:
+            break
+        between.append(op)
+        gradient = op.inputs[0]
+    return gradient, between
 
 
 def _update(op: Op) -> OptimizerStep:

@@ -13,6 +13,7 @@ to a multiple of the ranks, so that any number of ranks divides any parameter.
 
 Of ranks in groups (``zero_ranks``; hybrid sharding, Zhao et al. 2023) each group divides all: gradients are
 reduce-scattered within it, and their parts all-reduced over those ranks of all groups that have the same.
+Where one rank of a group has all of a parameter, as of an expert, its gradient is such a part as it is.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from distsim.ops.parts import flat_part
 from distsim.transforms.data_parallel.gathers import outer_axis, replicating_axis, sums_over
 from distsim.transforms.data_parallel.optimizer_steps import (
     OptimizerStep,
+    before_update,
     updates_of,
     whole_needed,
     with_plain_updates,
@@ -41,9 +43,6 @@ from distsim.transforms.sharding.collectives import share
 from distsim.transforms.sharding.layout import Placement
 from distsim.transforms.sharding.problem_graph import written
 from distsim.transforms.sharding.shard import Sharded
-
-_BY_ELEMENT = ("GradientCopy", "ScaleGradient")
-"""What may stand between the sum of a gradient and its update, besides views."""
 
 
 def zero(
@@ -101,7 +100,8 @@ class _Divider:
 
     A parameter and what belongs to it are divided over the ranks that all have it: those of ``axis``, over
     which a batch and its sequences are divided, or, of an expert, some of them; ``outer`` is, by each such
-    axis, the one whose ranks have the same parts.
+    axis, the one whose ranks have the same parts. Where that axis is none, "", one rank has it: the gradients
+    of those, ``alone``, are summed over the outer axis when those of others are.
     """
 
     def __init__(
@@ -118,7 +118,10 @@ class _Divider:
         self.stage, self.chosen, self.ahead, self.whole_sums = stage, chosen, ahead, whole_sums
         self.marks = {ONCE: True} if kept else {}
         places = dict(zip(self.function.inputs, local.inputs, strict=True))
-        self.outer = {own: outer_axis(local.mesh, places[v]) for v, own in chosen.items()}
+        parameters = [v for v in self.function.parameters if not replicating_axis(local.mesh, places[v])]
+        early = [] if whole_sums else [v for v in parameters if outer_axis(local.mesh, places[v])]
+        self.alone = dict.fromkeys(early, "")
+        self.outer = {own: outer_axis(local.mesh, places[v]) for v, own in (self.alone | chosen).items()}
         self.parameters = dict(chosen) if stage == 3 else {}  # that are divided, and casts of them
         self.divided = dict(self.parameters)  # and all that is divided like them: over which axis
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
@@ -162,7 +165,11 @@ class _Divider:
 
     def _plan(self, op: Op) -> None:
         places = [written(op, index) for index in range(len(op.outputs))]
-        if self.chosen.keys().isdisjoint([op.inputs[place] for place in places if place is not None]):
+        updated = {op.inputs[place] for place in places if place is not None}
+        if not updated.isdisjoint(self.alone):
+            for update in [each for each in updates_of(op) if each.parameter in self.alone]:
+                self._plan_sum(before_update(update.gradient, self.producer, self.readers)[0], "")
+        if updated.isdisjoint(self.chosen):
             return
         self.updating.add(op)
         for update in updates_of(op):
@@ -179,15 +186,8 @@ class _Divider:
 
     def _plan_gradient(self, gradient: Value, axis: str) -> None:
         """Divide a gradient where it is summed, and what is made of it before the update."""
-        source, between = gradient, list[Op]()
-        while self.readers.get(source, 0) == 1 and source in self.producer:
-            op = self.producer[source]
-            if op.op_type not in _BY_ELEMENT:
-                break
-            between.append(op)
-            source = op.inputs[0]
-        if source in self.producer:
-            self._plan_sum(source, axis)
+        source, between = before_update(gradient, self.producer, self.readers)
+        self._plan_sum(source, axis)
         if source in self.sum_of:
             self.by_part.update(between)
             self.divided |= dict.fromkeys([source, *[op.outputs[0] for op in between]], axis)
@@ -246,7 +246,7 @@ class _Divider:
 
     def _reduces(self, op: Op, axis: str) -> bool:
         """Whether an op sums a gradient over all ranks that have it, of which those of an axis divide it."""
-        every = [axis, self.outer[axis]] if self.outer[axis] else [axis]
+        every = [each for each in (axis, self.outer[axis]) if each]
         return op.op_type == "MPIAllreduce" and sums_over(self.local.mesh, op.attributes["axis"], every)
 
     def _ranks(self, axis: str) -> int:
@@ -342,21 +342,23 @@ class _Divider:
     def _sum(self, gradient: Value) -> None:
         """Reduce and scatter what is summed over the ranks, then sum the parts as the whole was.
 
-        With ``whole_sums`` microbatches are summed before that.
+        With ``whole_sums`` microbatches are summed before that. What one rank has stays in its shape.
         """
         ops = self.sum_of[gradient]
         value = self.env[ops[0].inputs[0]]
         early = [op for op in ops if is_sum(op)] if self.whole_sums else []
         for op in early:
             value = self._add(op.op_type, value, gradient, **op.attributes)
-        axis = self.divided[gradient]
-        value = self._add("MPIReduceScatter", self._flat(value, gradient, axis), gradient, axis=axis, dim=0)
+        axis = self.divided.get(gradient, "")
+        if axis:
+            value = self._flat(value, gradient, axis)
+            value = self._add("MPIReduceScatter", value, gradient, axis=axis, dim=0)
         if self.outer[axis]:
             value = self._add("MPIAllreduce", value, gradient, axis=self.outer[axis])
         for op in ops:
             if op in early or self._reduces(op, axis):
                 continue
-            if is_sum(op) or op.op_type == "MPIAllreduce":
+            if is_sum(op) or op.op_type == "MPIAllreduce" or not axis:
                 value = self._add(op.op_type, value, gradient, **op.attributes)
         self.env[gradient] = value
 
