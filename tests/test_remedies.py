@@ -42,9 +42,9 @@ def advised(plan, memory, count=4, **options):
     for remedy in found:
         program = parallelize(joint, remedy.plan, topology)
         assert program_memory(program).missing == 0
-        assert simulator.simulate(program).step_time == remedy.step_time
+        assert simulator.simulate(program).step_period == remedy.seconds
         assert remedy.plan.devices <= count and str(remedy) == remedy.change
-    assert [each.step_time for each in found] == sorted(each.step_time for each in found)
+    assert [each.seconds for each in found] == sorted(each.seconds for each in found)
     return [each.change for each in found], found, len(built), asked.untried
 
 

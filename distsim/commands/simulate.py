@@ -197,7 +197,7 @@ def _advice(step: SimulatedStep, progress: Progress) -> list[str]:
             lambda: remedies(step.plan, trials),
         )
     notes = [
-        f"it would fit with {remedy}: {seconds_text(remedy.step_time)}, at most {bytes_label(remedy.peak)}"
+        f"it would fit with {remedy}: {seconds_text(remedy.seconds)}, at most {bytes_label(remedy.peak)}"
         for remedy in found.fit
     ]
     if found.untried:

@@ -37,7 +37,7 @@ class Remedy:
 
     change: str
     plan: Plan
-    step_time: float
+    seconds: float
     peak: int
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEA
         enough = [change for change in changes if _changed(plan, change) in known]
         pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
         found += search.try_all(pairs)
-    fastest = sorted(found, key=lambda remedy: remedy.step_time)[:most]
+    fastest = sorted(found, key=lambda remedy: remedy.seconds)[:most]
     fields = tuple(dict.fromkeys(name for change in changes for name in change))
     return Remedies(tuple(fastest), search.untried, search.looked_at, fields)
 
@@ -193,6 +193,6 @@ class _RemedySearch:
             memory = program_memory(full_program(program))
             if memory.missing:
                 return None
-            return Remedy(change, plan, self.trials.simulate(program).step_time, max(memory.peaks))
+            return Remedy(change, plan, self.trials.simulate(program).step_period, max(memory.peaks))
         except DistsimError:  # this plan does not suit the function, the batch or the schedule
             return None

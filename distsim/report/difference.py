@@ -14,7 +14,7 @@ from distsim.simulation.explain.text import rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
 
 NEXT_STEP = "overlap with the next step"
-"""By how much a step without a flush is shorter than one that is run alone: the next one begins in it."""
+"""By how much steps follow each other faster than one that is run alone takes: the next one begins in it."""
 
 _MOST_PARTS = 6
 _SHOWN = 0.002

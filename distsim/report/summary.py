@@ -34,27 +34,19 @@ def summarize(
     ``samples`` is what one step processes; ``model_flops`` the FLOPs that the model itself needs for them
     (:func:`distsim.interpret.count_model_flops`), for the model utilisation (MFU). Both may be left out, and
     so are then the lines that need them. The hardware utilisation (HFU) is of all that kernels do: where they
-    skip the pairs of query and key that a mask hides, it may be the lesser one. Of a step without a flush,
-    throughput and utilisation are those of the steady state (:attr:`Simulation.step_period`); all else, as
-    the shares of the devices, is of a single step, in which the pipeline fills and drains. ``own`` are
+    skip the pairs of query and key that a mask hides, it may be the lesser one. Throughput and utilisation
+    are those of steps that follow each other (:attr:`Simulation.step_period`), in the steady state where
+    there is no flush; all else, as the shares of the devices, is of a single step, in which the pipeline
+    fills and drains. Where that takes longer, both are said. ``own`` are
     measured over predicted seconds of other steps on the same machine: a line says what these make of it.
     """
     what = "" if simulation.trains else ", a forward pass: nothing is differentiated"
     lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}{what}"]
-    each = simulation.microbatch_time
-    run = "" if each is None else " from an empty pipeline to an empty one"
-    interval = simulation.interval()
-    trust = "" if interval is None else _trust(interval)
-    lines.append(f"step time     {seconds_text(simulation.step_time)}{trust if each is None else ''}{run}")
-    if each is not None:
-        period = seconds_text(simulation.step_period)
-        lines.append(
-            f"steady        {seconds_text(each)} a microbatch, {period}{trust} a step: no flush between steps"
-        )
+    lines += _step_time(simulation)
     if own:
         lines.append(_corrected(simulation, own))
     if samples is not None and simulation.step_period > 0:
-        steady = "" if each is None else " in the steady state"
+        steady = "" if simulation.microbatch_time is None else " in the steady state"
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s{steady}")
         lines += _tokens(simulation)
     lines += _utilisation(simulation, model_flops)
@@ -67,6 +59,24 @@ def summarize(
         *_operator_table(simulation),
     ]
     return "\n".join(lines) + "\n"
+
+
+def _step_time(simulation: Simulation) -> list[str]:
+    """Say how long a step takes, and how soon the next one follows where that is sooner."""
+    each, interval = simulation.microbatch_time, simulation.interval()
+    trust = "" if interval is None else _trust(interval)
+    alone, period = seconds_text(simulation.step_time), seconds_text(simulation.step_period)
+    if each is not None:
+        return [
+            f"step time     {alone} from an empty pipeline to an empty one",
+            f"steady        {seconds_text(each)} a microbatch, {period}{trust} a step: no flush between steps",
+        ]
+    if period == alone:
+        return [f"step time     {alone}{trust}"]
+    return [
+        f"step time     {alone} from the first start to the last end",
+        f"steady        {period}{trust} a step: each rank begins the next one when it has ended its part",
+    ]
 
 
 def _tokens(simulation: Simulation) -> list[str]:

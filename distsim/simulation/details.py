@@ -13,6 +13,7 @@ from distsim.simulation.maxplus.kernels import evaluate
 from distsim.simulation.maxplus.products import Product
 from distsim.simulation.maxplus.record import Record, record_of
 from distsim.simulation.maxplus.row_loop import run_rounds
+from distsim.simulation.maxplus.step_matrix import step_matrix
 from distsim.simulation.tasks.block_matrix import BlockTasks
 from distsim.simulation.tasks.rank_classes import RankClasses
 from distsim.simulation.tasks.streams import Stream
@@ -54,6 +55,11 @@ class ProgramTimeline:
     def ends(self) -> Floats:
         """When each rank class ends its last task."""
         return self.run.ends
+
+    @property
+    def step_matrix(self) -> Floats:
+        """Which class waits for which: see :class:`Timeline`."""
+        return step_matrix(self.run)
 
     @property
     def last_microbatch_end(self) -> float:

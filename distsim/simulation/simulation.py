@@ -26,7 +26,7 @@ from distsim.simulation.memory.host import host_memory, program_host_memory
 from distsim.simulation.memory.peak import MemoryUse, peak_memory, saved_by_module
 from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
 from distsim.simulation.quantities import bytes_label
-from distsim.simulation.steady_state import full_program, microbatch_time, short_step_note
+from distsim.simulation.steady_state import full_program, microbatch_time, short_step_note, step_period
 from distsim.simulation.tasks.rank_classes import RankClasses, communicates, placement_classes
 from distsim.simulation.tasks.spans import Shares, Span, shares_of, spans_of
 from distsim.simulation.tasks.timeline import FlatTimeline, Timeline
@@ -104,11 +104,12 @@ class Simulation:
 
     @cached_property
     def step_period(self) -> float:
-        """Seconds from a step to the next: the step time, or without a flush that of all its microbatches."""
-        each = self.microbatch_time
-        if each is None or not isinstance(self.simulated, Program):
+        """Seconds from a step to the next, which each rank begins as it ends its own: see
+        :func:`distsim.simulation.steady_state.step_period`. Without a flush that of all microbatches."""
+        if not isinstance(self.simulated, Program):
             return self.step_time
-        return each * self.simulated.schedule.num_microbatches
+        each = self.microbatch_time
+        return step_period(self.timeline) if each is None else each * self.simulated.schedule.num_microbatches
 
     @cached_property
     def timestamps(self) -> Mapping[Device, float]:

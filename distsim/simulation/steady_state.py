@@ -1,16 +1,61 @@
-"""The steady state of a pipeline without a flush, whose next step follows at once."""
+"""The steady state: steps that follow each other, and a pipeline without a flush.
+
+With a flush each rank goes on to the next step when it has ended its own part of this one: nothing but the
+messages and collectives of the program holds it up. So a step whose ranks begin one after the other and end
+so, as that of a zero-bubble schedule (Qi et al. 2024, "Zero bubble pipeline parallelism", ICLR, section 4),
+overlaps the next one, and steps follow each other faster than one takes. If ``A[i, j]`` is by how much rank i
+ends later than rank j began, x(k + 1) = A x(k) in (max, +) are the beginnings of step k + 1 by those of step
+k, and the period is the eigenvalue of A: the greatest mean of its circuits (Baccelli, Cohen, Olsder and
+Quadrat, "Synchronization and Linearity", 1992, theorem 3.23).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 
+import numpy as np
+
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, Schedule, longer
 from distsim.schedule.refusals import count
+from distsim.simulation.tasks.templates import Floats
+from distsim.simulation.tasks.timeline import Timeline
 
 _FULL = 8
 """Microbatches a stage after which a pipeline is taken to run in its steady state."""
+
+
+def step_period(timeline: Timeline) -> float:
+    """Return the seconds from a step to the next where each rank goes on when it has ended its own part.
+
+    Exact where the seconds of tasks are. Of tasks whose seconds are not fixed (jitter, shared links) it is by
+    those of this step, and nothing is known of links that two steps share.
+    """
+    ends = timeline.ends
+    if len(ends) == 0 or ends.min() == ends.max():
+        return timeline.step_time
+    return cycle_time(timeline.step_matrix)
+
+
+def cycle_time(matrix: Floats) -> float:
+    """Return the eigenvalue of a matrix in (max, +), the greatest mean of the circuits of its graph.
+
+    By Karp 1978, "A characterization of the minimum cycle mean in a digraph", from all nodes at once. What
+    waits for nobody else waits for itself.
+
+    >>> cycle_time(np.array([[1.0, 5.0], [2.0, -np.inf]]))  # 5 to the other node and 2 back
+    3.5
+    """
+    count = len(matrix)
+    matrix = np.maximum(matrix, np.where(np.eye(count, dtype=np.bool_), 0.0, -np.inf))
+    if matrix.diagonal().max() == matrix.max():
+        return float(matrix.max())
+    walks = np.zeros((count + 1, count))  # the longest of so many steps that ends at each node
+    for steps in range(count):
+        walks[steps + 1] = (matrix + walks[steps]).max(axis=1)
+    means = (walks[count] - walks[:count]) / np.arange(count, 0, -1)[:, None]
+    return float(means.min(axis=0).max())
 
 
 def microbatch_time(order: Schedule, step_time: Callable[[int], float]) -> float | None:

@@ -2,9 +2,11 @@
 
 Of each schedule it counts which stages a rank holds, and how many microbatches it has in flight in each of
 them at a time. With w_s seconds that a microbatch keeps the compute stream of stage s, forward and backward,
-and M microbatches, a step takes at least M sum(w_s, s on r) for each rank r. Where stages are whole layers,
-each of which takes in what the one before makes, a rank begins when a microbatch has gone through all layers
-ahead of its first stage, and what it sends last, the gradient of that stage, goes through all of these.
+and M microbatches, a rank r takes at least M sum(w_s, s on r) from where it begins a step to where it begins the
+next. Where stages are whole layers, each of which takes in what the one before makes, it computes first when
+a microbatch has gone through all layers ahead of its first stage; that alone delays it once, not step by
+step. But if what it sends last is the gradient of that stage, which goes back through all of these, the rank
+of the first stage begins no step before all that is behind it.
 
 Where only the layers are known, not which a stage has: a rank has a whole number of them, L in all, each of w
 seconds, and one rank has the head's h. The step takes at least the least for which L layers find room.
@@ -152,7 +154,7 @@ def _layers_counted(stages: str, count: int, layers: int) -> tuple[int, ...]:
 def seconds_of_stages(
     plan: Plan, stages: Sequence[StageWork], passage: LayerPassage | None = None, after: float = 0.0
 ) -> float:
-    """Return the seconds that a plan of these stages takes at least; 0 where nothing is known.
+    """Return the seconds from a step to the next of a plan of these stages, at least; 0: nothing is known.
 
     ``passage`` is the way through a layer, of stages that begin between layers; ``after`` are seconds for
     each layer of a rank that follow its last backward pass.
@@ -165,8 +167,8 @@ def seconds_of_stages(
     if passage is not None:
         before = (np.cumsum(layers) - layers)[known.stages.min(axis=1)]
         # The gradient of what the first layer takes in may be of no use.
-        back = np.maximum((before - 1) * passage.behind - passage.late, 0.0) * known.ends_first
-        seconds = seconds + np.where(before > 0, before * passage.ahead + back, 0.0)
+        around = before * passage.ahead + (before - 1) * passage.behind - passage.late
+        seconds = seconds + np.where((before > 0) & known.ends_first, np.maximum(around, 0.0), 0.0)
     return float(seconds.max()) + int(layers[known.stages].sum(axis=1).min()) * after
 
 
