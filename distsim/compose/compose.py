@@ -147,6 +147,11 @@ def _check_schedule(plan: Plan, schedule: Schedule) -> None:
             f"stages={plan.stages} has {len(sizes)} numbers, the schedule {schedule.name} {schedule.chain} "
             "stages; give one number for each"
         )
+    if plan.post_validation == "on" and schedule.weights != FLUSH:
+        raise PlanError(
+            "post_validation=on is about what ends a step, and without a flush no step of "
+            f"{schedule.name} ends; leave it out"
+        )
     if plan.stages == "auto" and schedule.weights != FLUSH:
         raise PlanError(
             f"stages=auto compares steps up to their flush, and {schedule.name} has none; give stages as "

@@ -77,7 +77,8 @@ class Plan:
     of tensor-parallel ranks are divided over these in the sequence, with `sp=dtensor` as torch's DTensor has
     them; with `tp_overlap=on` what these bring
     together of the gradient of a product's input travels beside the gradient of its weight, and with
-    `split` products run in chunks, too, beside the parts of the sequence that they read or make; `order` says
+    `split` products run in chunks, too, beside the parts of the sequence that they read or make; with
+    `post_validation=on` no stage waits with its update for the gradients of others; `order` says
     which axis changes fastest over the devices. A plan is verified when made, and its text, in which the
     fields after `schedule` stand only when they are not the default, parses back to it.
 
@@ -85,7 +86,7 @@ class Plan:
         PlanError: a count is not an integer in 1..MAX_DEGREE (`offload`, `zero_ranks`, `etp`: from 0; `zero`:
             0..3), `zero_ranks`, `ep` or `etp` do not divide what they are of, a name is unknown, `stages` are
             not as many as pp * chunks, `offload` meets `remat=uniform`, or a field is of ranks that there are
-            not (`sp` and `tp_overlap` with tp=1, `cp_kind` with cp=1).
+            not (`sp` and `tp_overlap` with tp=1, `cp_kind` with cp=1, `post_validation` with pp=1).
 
     >>> plan = Plan.parse("dp=2,tp=4,pp=2,microbatches=8")
     >>> print(plan, plan.devices)
@@ -114,6 +115,7 @@ class Plan:
     zero_ranks: int = 0
     etp: int = 0
     tp_overlap: str = "on"
+    post_validation: str = "off"
 
     def __post_init__(self) -> None:
         for name in _COUNTS:
@@ -163,6 +165,11 @@ class Plan:
             raise PlanError(
                 "overlap_params=on gathers parameters after their update during the next forward pass, and "
                 f"zero={self.zero} gathers none after it; use zero=1 or 2, or overlap_params=off"
+            )
+        if self.post_validation == "on" and self.pp == 1:
+            raise PlanError(
+                "post_validation=on lets no stage wait for the norm of the gradients of others, and pp=1 has "
+                "no others; leave it out, or use pp=2"
             )
         if self.ep > 1 or self.etp:
             check_experts_apart(self.degrees, self.divides_sequence)
@@ -286,7 +293,10 @@ class Plan:
 _FIELDS = tuple(field.name for field in fields(Plan))
 _COUNTS = ("dp", "tp", "pp", "microbatches", "chunks", "offload", "zero", "cp", "ep", "zero_ranks", "etp")
 _BOUNDS = {"zero": (0, 3)} | dict.fromkeys(("offload", "zero_ranks", "etp"), (0, MAX_DEGREE))
-_SWITCHES = dict.fromkeys(("overlap_grads", "overlap_params"), SWITCH) | {"sp": SP, "tp_overlap": TP_OVERLAP}
+_SWITCHES = {
+    **dict.fromkeys(("overlap_grads", "overlap_params", "post_validation"), SWITCH),
+    **{"sp": SP, "tp_overlap": TP_OVERLAP},
+}
 _REPLACED = {
     "fsdp": "write zero=3 for fsdp=reshard, zero=3,reshard=never for fsdp=keep, zero=0 for fsdp=none",
 }

@@ -19,7 +19,7 @@ others               the defaults of :class:`distsim.plan.Plan`
 ===================  ==================================================================================
 
 What does not apply has its default: ``sp`` with tp=1, ``zero`` with dp * cp = 1, ``schedule`` and ``chunks``
-with pp=1, ``ep`` without experts, ``cp_kind`` with cp=1.
+and ``post_validation`` with pp=1, ``ep`` without experts, ``cp_kind`` with cp=1.
 """
 
 from __future__ import annotations
@@ -56,6 +56,7 @@ _NAMED: Mapping[str, Sequence[str]] = {
     "sp": SWITCH,
     "overlap_grads": SWITCH,
     "overlap_params": SWITCH,
+    "post_validation": SWITCH,
     "tp_overlap": TP_OVERLAP,
     "reshard": RESHARD,
     "remat": ("none", "attention", "matmuls", "full", "full_early", "min_cut"),
@@ -230,7 +231,11 @@ class PlanSpace:
 
     def _refusal(self, name: str, value: str) -> str:
         """Return why no plan has a value of a field, if plans say so."""
-        needed: Mapping[str, Mapping[str, Any]] = {"sp": {"tp": 2}, "cp_kind": {"cp": 2}}
+        needed: Mapping[str, Mapping[str, Any]] = {
+            "sp": {"tp": 2},
+            "cp_kind": {"cp": 2},
+            "post_validation": {"pp": 2},
+        }
         fields_of_one = dict(needed.get(name, {}))
         if name != SIZE:
             fields_of_one[name] = self._number(name, value) if name in _COUNTS else value
@@ -270,7 +275,8 @@ class PlanSpace:
         dp, tp, cp, pp = (degrees[name] for name in ("dp", "tp", "cp", "pp"))
         yield [(("microbatches", count),) for count in self._microbatches(dp, cp, pp)]
         yield [(("ep", ep),) for ep in self._values("ep") if (dp * cp * tp) % ep == 0]
-        alone = {"zero": dp * cp == 1, "sp": tp == 1, "cp_kind": cp == 1, "chunks": pp == 1}
+        alone = {"zero": dp * cp == 1, "sp": tp == 1, "cp_kind": cp == 1}
+        alone |= dict.fromkeys(("chunks", "post_validation"), pp == 1)
         zero = [z for z in self._values("zero") if z < 2 or pp == 1 or "zero" in self.sets]
         yield [()] if alone["zero"] else [(("zero", value),) for value in zero]
         parts = tp * (2 * cp if cp > 1 else 1)

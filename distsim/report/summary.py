@@ -66,17 +66,14 @@ def _step_time(simulation: Simulation) -> list[str]:
     each, interval = simulation.microbatch_time, simulation.interval()
     trust = "" if interval is None else _trust(interval)
     alone, period = seconds_text(simulation.step_time), seconds_text(simulation.step_period)
-    if each is not None:
-        return [
-            f"step time     {alone} from an empty pipeline to an empty one",
-            f"steady        {seconds_text(each)} a microbatch, {period}{trust} a step: no flush between steps",
-        ]
-    if period == alone:
+    if each is None and period == alone:
         return [f"step time     {alone}{trust}"]
-    return [
-        f"step time     {alone} from the first start to the last end",
-        f"steady        {period}{trust} a step: each rank begins the next one when it has ended its part",
-    ]
+    if each is None:
+        run, how = "the first start to the last end", "each rank begins the next one as it ends its part"
+    else:
+        run, how = "an empty pipeline to an empty one", "no flush between steps"
+    rate = "" if each is None else f"{seconds_text(each)} a microbatch, "
+    return [f"step time     {alone} from {run}", f"steady        {rate}{period}{trust} a step: {how}"]
 
 
 def _tokens(simulation: Simulation) -> list[str]:

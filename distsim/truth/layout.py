@@ -40,6 +40,11 @@ SCHEDULE_NAMES = (
 )
 """Schedules by how papers and tables write them, remarks left out."""
 
+POST_VALIDATION = r"zero-bubble"
+"""Frameworks whose updates wait for no other stage under zero-bubble schedules: the fork of Megatron-LM by
+their authors, whose README has ``--enable-optimizer-post-validation`` among the settings of these ("Quick
+settings to enable Zero Bubble"), and whose arguments turn it off without (training/arguments.py)."""
+
 TORCH_CHECKPOINT = ("torchtitan", "composer", "plain")
 """Stacks whose checkpoints are torch.utils.checkpoint without reentrance: a block recomputed is left as soon
 as backward has all it needs."""
@@ -90,6 +95,7 @@ def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
         **{"microbatches": _microbatches(row, degrees["dp"]), "schedule": schedule, "chunks": chunks},
         "remat": _remat(row, stack, layers // stages, assumed),
         **({"stages": _stages(row, stack, stages, assumed)} if degrees["pp"] > 1 else {}),
+        **_validation(row, schedule, assumed),
         **_context(row, stack, degrees["cp"]),
         **_sharding(row),
         **_sequence(row, stack, degrees["tp"]),
@@ -183,6 +189,13 @@ def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[str, int]:
     if takes is None and chunks == 1:
         raise MissingFeatureError(f"the stages of a rank (column vpp), of the schedule {written!r:.60}")
     return name, chunks if takes is None else takes
+
+
+def _validation(row: Row, schedule: str, assumed: list[str]) -> dict[str, str]:
+    if not (schedule.startswith("zb") and re.search(POST_VALIDATION, plain(row, "framework"))):
+        return {}
+    assumed.append("post_validation on")
+    return {"post_validation": "on"}
 
 
 def _stages(row: Row, stack: Stack, stages: int, assumed: list[str]) -> str:

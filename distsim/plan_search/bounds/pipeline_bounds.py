@@ -2,11 +2,11 @@
 
 Of each schedule it counts which stages a rank holds, and how many microbatches it has in flight in each of
 them at a time. With w_s seconds that a microbatch keeps the compute stream of stage s, forward and backward,
-and M microbatches, a rank r takes at least M sum(w_s, s on r) from where it begins a step to where it begins the
-next. Where stages are whole layers, each of which takes in what the one before makes, it computes first when
-a microbatch has gone through all layers ahead of its first stage; that alone delays it once, not step by
-step. But if what it sends last is the gradient of that stage, which goes back through all of these, the rank
-of the first stage begins no step before all that is behind it.
+and M microbatches, a rank r takes at least M sum(w_s, s on r) from a step to the next. Where stages are whole
+layers, each of which takes in what the one before makes, it computes first when a microbatch has gone through
+all layers ahead of its first stage. That delays it once, not step by step; but if what it does last is the
+backward pass of that stage, whose gradient goes back through all of these, the rank of the first stage
+begins no step before all that of the one before is done.
 
 Where only the layers are known, not which a stage has: a rank has a whole number of them, L in all, each of w
 seconds, and one rank has the head's h. The step takes at least the least for which L layers find room.

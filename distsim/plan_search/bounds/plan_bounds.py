@@ -1,11 +1,11 @@
 """What no plan can be better than: lower bounds of its seconds and of the bytes that a device holds.
 
-**Seconds**, from a step to the next (:attr:`Simulation.step_period`). The products of a step are on the compute streams of its devices, whatever the plan, and a stream
-does one thing at a time. With W seconds of products for a microbatch, summed over the stages, M microbatches
-and p ranks the busiest rank computes at least M W / p, a stage's mean over its ranks being at most that of
-the busiest. Nothing is said of what a pipeline makes ranks wait: what is sent leaves as soon as it is there,
-so neighbours work on a microbatch at a time, be it on branches of a layer that is cut, or on gradients of
-weights.
+**Seconds** are those from a step to the next (:attr:`Simulation.step_period`). The products of a step are on
+the compute streams of its devices, whatever the plan, and a stream does one thing at a time. With W seconds
+of products for a microbatch, summed over the stages, M microbatches and p ranks the busiest rank computes at
+least M W / p, a stage's mean over its ranks being at most that of the busiest. Nothing is said of what a
+pipeline makes ranks wait: what is sent leaves as soon as it is there, so neighbours work on a microbatch at a
+time, be it on branches of a layer that is cut, or on gradients of weights.
 
 W is at least the FLOPs of the model's products at the best rate of their kind and type, divided by all ranks;
 padding, shapes, recomputation, and what experts have unevenly only add to it. Once a plan was simulated, W is
@@ -230,7 +230,7 @@ class PlanBounds:
         return found
 
     def step_seconds(self, plan: Plan, known: PlanKnowledge | None = None) -> float:
-        """Return seconds below which no step under a plan follows another; ``known`` is what others teach of it."""
+        """Return seconds within which no step follows another; ``known`` is what other plans teach of it."""
         count, known = plan.microbatches, known or PlanKnowledge()
         least = self.products / (plan.dp * plan.tp * plan.cp * count)
         layers, beside, sums = known.layers, 0.0, known.sums

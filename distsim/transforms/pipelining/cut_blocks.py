@@ -12,6 +12,7 @@ from distsim.ops import operator
 from distsim.ops.replaced import replaced_by
 from distsim.program.block import FIRST_CALL, LAST_CALL, StageBlocks
 from distsim.transforms.data_parallel.buckets import Bucketed
+from distsim.transforms.op_graph import Numbered, StageMap
 from distsim.transforms.pipelining.sized import Sized, sized_values
 from distsim.transforms.pipelining.stage_blocks import Blocks, Group, group_of
 
@@ -53,6 +54,35 @@ def cut_blocks(made: Bucketed, count: int, overlaps: bool) -> CutBlocks:
     return _Cutter(made, count, overlaps).cut()
 
 
+def place_steps(function: Numbered, assigned: StageMap) -> tuple[list[int], list[int]]:
+    """Return the stage of each op, of those that run once per step too, and the rounds of these (else -1).
+
+    Such an op is where its parameter is, or else with most of what it reads that is made: what is given, such
+    as optimizer state, is where it is read.
+    """
+    stages, rounds, homes = list(assigned.stage), [-1] * len(function.ops), assigned.homes
+    for op, read in enumerate(function.reads):
+        if not function.steps[op]:
+            continue
+        of = {v: m for v in read if (m := function.producer[v]) >= 0 and not function.loose[m]}
+        owned = [homes[v][0] for v in (_viewed(function, v) for v in read) if v in homes]
+        most = max([function.values[v].type.nbytes for v in of], default=0)
+        with_most = [stages[m] for v, m in of.items() if function.values[v].type.nbytes == most]
+        stage = stages[op] = min(owned or multimode(with_most) or [0])
+        before = [rounds[m] + (stages[m] != stage) for m in of.values() if rounds[m] >= 0]
+        rounds[op] = max(before, default=0)
+    return stages, rounds
+
+
+def _viewed(function: Numbered, value: int) -> int:
+    """Return what a value is a view of that is taken once per step, such as a rank's part of a weight."""
+    op = function.producer[value]
+    while op >= 0 and function.steps[op] and operator(function.ops[op].op_type).view:
+        value = function.reads[op][0]
+        op = function.producer[value]
+    return value
+
+
 _NAMES = {"R": "reduce", "A": "gather"}
 """What runs once a step within the last backward call of a stage, and within its first forward call."""
 
@@ -64,34 +94,7 @@ class _Cutter:
         self.count, self.overlaps = count, overlaps
         self.function, assigned, self.early = made
         self.ahead, self.homes = self.function.once(assigned.stage), assigned.homes
-        self.stage = list(assigned.stage)
-        function = self.function
-        self.round = [-1] * len(function.ops)
-        for op, step in enumerate(function.steps):
-            if step:
-                self._place_step(op)
-
-    def _place_step(self, op: int) -> None:
-        """Place an op that runs once per step where its parameter is, or else with most of what it reads
-        that is made: what is given, such as optimizer state, is where it is read."""
-        function, homes, read = self.function, self.homes, self.function.reads[op]
-        of = {v: m for v in read if (m := function.producer[v]) >= 0 and not function.loose[m]}
-        owned = [homes[v][0] for v in map(self._viewed, read) if v in homes]
-        most = max([function.values[v].type.nbytes for v in of], default=0)
-        with_most = [self.stage[m] for v, m in of.items() if function.values[v].type.nbytes == most]
-        made = [*of.values()]
-        stage = self.stage[op] = min(owned or multimode(with_most) or [0])
-        before = [self.round[m] + (self.stage[m] != stage) for m in made if self.round[m] >= 0]
-        self.round[op] = max(before, default=0)
-
-    def _viewed(self, value: int) -> int:
-        """Return what a value is a view of that is taken once per step, such as a rank's part of a weight."""
-        function = self.function
-        op = function.producer[value]
-        while op >= 0 and function.steps[op] and operator(function.ops[op].op_type).view:
-            value = function.reads[op][0]
-            op = function.producer[value]
-        return value
+        self.stage, self.round = place_steps(self.function, assigned)
 
     def cut(self) -> CutBlocks:
         """Return the blocks of the stages."""
@@ -168,6 +171,6 @@ class _Cutter:
         taken = replaced_by(made).get(value - self.function.makes[op][0])
         if taken is None:
             return ()
-        old = self._viewed(self.function.reads[op][taken])
+        old = _viewed(self.function, self.function.reads[op][taken])
         homes = self.homes.get(old, ()) if self.function.values[old].role is Role.PARAMETER else ()
         return tuple([other for other in homes if other != stage])

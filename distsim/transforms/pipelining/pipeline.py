@@ -39,6 +39,7 @@ from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
 from distsim.transforms.pipelining.delayed_scaling import keep_scales
 from distsim.transforms.pipelining.ends import Ends
+from distsim.transforms.pipelining.post_validation import validate_later
 from distsim.transforms.pipelining.received import await_received
 from distsim.transforms.pipelining.shared_weights import copy_weights, untie
 from distsim.transforms.pipelining.sized import Sized
@@ -168,7 +169,8 @@ class _Stages(NamedTuple):
         """
         local, assigned = self.local, self._assign(sized)
         # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
-        for change in (copy_weights, untie):
+        changes = copy_weights, untie, *((validate_later,) if local.kernels.validates_later else ())
+        for change in changes:
             changed = sized.changed((change, assigned), partial(change, assigned=assigned))
             if changed is not sized:
                 sized, assigned = changed, self._assign(changed)

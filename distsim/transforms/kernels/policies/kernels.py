@@ -93,6 +93,8 @@ class Kernels:
     mappings.py; deepspeed/moe/sharded_moe.py, from memory).
     ``sends_parts``: what tensor-parallel ranks hold alike they send to the next stage in parts, which are
     gathered there (:mod:`distsim.transforms.tensor_parallel.message_parts`).
+    ``validates_later``: no stage waits for the norm of the gradients of others, as a plan says
+    (:mod:`distsim.transforms.pipelining.post_validation`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -126,6 +128,7 @@ class Kernels:
     checks_buckets: bool = False
     exchanges_wait: bool = False
     sends_parts: bool = False
+    validates_later: bool = False
     launched_as: str = ""
 
     def with_chunks(self, chunks: int) -> Kernels:
