@@ -120,6 +120,20 @@ def test_experts_are_divided_over_those_of_a_group_that_have_the_same(text, grou
             assert flat == [own] * bool(own)
 
 
+@pytest.mark.parametrize(
+    "text", ["dp=8,zero=1", "dp=4,zero=3,microbatches=2", "dp=8,zero=1,zero_ranks=4", "dp=8,zero=3,pp=2"]
+)
+def test_squares_of_experts_gradients_go_with_those_of_others(text):
+    """Over the ranks of the data, and once over those with other experts; no message for each weight."""
+    program = computed_over_ranks(with_experts(1), Plan.parse(f"{text},ep=2"))
+    axes = Counter[str]()
+    for op in all_ops(program.to_function()):
+        if op.op_type == "MPIAllreduce" and not op.inputs[0].type.shape:
+            axes[op.attributes["axis"]] += 1
+    assert "edp" not in axes and "edp_inner" not in axes
+    assert axes["ep"] == 1, axes
+
+
 def test_all_ranks_are_one_group():
     topology, joint = topology_of(4), case("llama")[0]
     some = parallelize(joint, Plan(dp=4, zero=3, zero_ranks=4), topology)

@@ -235,12 +235,11 @@ class _Divider:
             elif op not in self.skipped:
                 self._op(op, forward[number])
         maker.set_outputs([self.env[value] for value in function.outputs])
-        local = self.local
         return replace(
-            local,
+            self.local,
             function=maker.finalize(),
-            inputs=self._places(function.inputs, local.inputs),
-            outputs=self._places(function.outputs, local.outputs),
+            inputs=self._places(function.inputs, self.local.inputs),
+            outputs=self._places(function.outputs, self.local.outputs),
             needs_dp=True,
         )
 
@@ -273,9 +272,9 @@ class _Divider:
             self.env[op.outputs[0]] = made
             self.parameters[op.outputs[0]] = self.parameters[op.inputs[0]]
             return
-        call = op.is_call
+        starts = forward and op.is_call
         self._take(op.inputs)
-        if forward and call:
+        if starts:
             self.whole.clear()
         values: dict[Value, Value] = {}
         for value in op.inputs:
@@ -286,7 +285,7 @@ class _Divider:
             else:
                 values[value] = self.env[value]
         self.env.update(zip(op.outputs, self.maker.copy(op, values), strict=True))
-        if forward and call:
+        if starts:
             self.whole.clear()
 
     def _adds_parts(self, op: Op) -> bool:
@@ -299,16 +298,17 @@ class _Divider:
     def _partial(self, op: Op) -> None:
         """Sum squares of parts, or sums of them: of what all ranks have each adds an equal share.
 
-        Of two sums over unlike axes the one over all ranks of the data stays partial.
+        Of two sums over unlike axes the one over all ranks of the data stays partial; one over some of these
+        ranks, as of experts, becomes partial over all of them by a share as well, without a message.
         """
         axes = [self.partial.get(value) or self.divided.get(value) for value in op.inputs]
         axis = self.axis if self.axis in axes else next(each for each in axes if each)
-        self._take([value for value in op.inputs if self.partial.get(value) != axis])
+        axes_of = self.local.mesh.axes_of
+        self._take([v for v in op.inputs if not {*axes_of(self.partial.get(v, axis))} <= {*axes_of(axis)}])
         values = {value: self.env[value] for value in op.inputs}
-        if op.op_type == "Add":
-            for value in op.inputs:
-                if value not in self.partial:
-                    values[value] = share(self.maker, self.env[value], self._ranks(axis))
+        for value in op.inputs if op.op_type == "Add" else ():
+            summed = self._ranks(self.partial[value]) if value in self.partial else 1
+            values[value] = share(self.maker, self.env[value], self._ranks(axis) // summed)
         subfunctions = [self._callee_of_parts(op, values)] if op.is_call else None
         made = self.maker.copy(op, values, subfunctions=subfunctions)
         self.env.update(zip(op.outputs, made, strict=True))
@@ -375,9 +375,7 @@ class _Divider:
             values[update.parameter] = self._add(
                 "LocalPart", waits, update.parameter, axis=self.chosen[update.parameter]
             )
-        subfunctions = None
-        if op.is_call:
-            subfunctions = [self._callee_of_parts(op, values)]
+        subfunctions = [self._callee_of_parts(op, values)] if op.is_call else None
         made = self.maker.copy(op, values, subfunctions=subfunctions)
         self.env.update(zip(op.outputs, made, strict=True))
         for update in () if self.ahead else updates:
