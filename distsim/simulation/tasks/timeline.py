@@ -10,14 +10,11 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from distsim.ir import Op
-from distsim.simulation.maxplus.kernels import summarize
 from distsim.simulation.tasks.rank_classes import RankClasses
+from distsim.simulation.tasks.recurrence import step_matrix
 from distsim.simulation.tasks.streams import Stream
 from distsim.simulation.tasks.task_table import Tasks
 from distsim.simulation.tasks.templates import Floats, Ints, tasks_of_uses
-
-_MATRIX_CELLS = 1 << 23
-"""Ends of tasks that are held at once for :attr:`FlatTimeline.step_matrix`: 64 MiB."""
 
 
 @dataclass(frozen=True, eq=False, slots=True)
@@ -170,27 +167,7 @@ class FlatTimeline:
     @property
     def step_matrix(self) -> Floats:
         """Which class waits for which, by the seconds that tasks took: see :class:`Timeline`."""
-        tasks, of, count = self.tasks, self._class_of_stream, len(self.classes.members)
-        columns: list[Floats] = []
-        at_once = max(_MATRIX_CELLS // max(len(self), 1), 1)
-        for first in range(0, count, at_once):
-            numbers = np.arange(first, min(first + at_once, count))
-            clocks = np.where(of[:, None] == numbers, 0.0, -np.inf)
-            ends = np.full((len(self), len(numbers)), -np.inf)
-            summarize(
-                self.end - self.start,
-                tasks.dep_start,
-                tasks.deps,
-                tasks.stream_start,
-                tasks.streams,
-                np.empty(0, np.int64),
-                clocks,
-                ends,
-            )
-            last = np.full((count, len(numbers)), -np.inf)
-            np.maximum.at(last, of, clocks)
-            columns.append(last)
-        return np.concatenate(columns, axis=1)
+        return step_matrix(self.tasks, self.end - self.start)
 
     @cached_property
     def stream_table(self) -> Sequence[Stream]:

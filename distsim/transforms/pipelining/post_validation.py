@@ -38,7 +38,7 @@ def validate_later(function: Numbered, assigned: StageMap) -> Numbered:
             "are neither clipped nor is the loss scaled; leave it out, or clip"
         )
     stages, _ = place_steps(function, assigned)
-    sums = _Sums(function, factor, stages)
+    sums = _StageSums(function, factor, stages)
     whole = sums.factor
     summing, own = {*sums.squares.values()}, dict[int, Value]()  # the factor of each stage
     maker = FunctionMaker(function.name)
@@ -57,7 +57,7 @@ def validate_later(function: Numbered, assigned: StageMap) -> Numbered:
     return Numbered(maker.finalize())
 
 
-class _Sums:
+class _StageSums:
     """The ops that make a factor of the squares of gradients, which each stage sums of its own.
 
     ``inner`` are their numbers, in order: additions, shares, sums over ranks, all linear, and the factor;
