@@ -16,8 +16,9 @@ from distsim.plan_search.bounds.pipeline_bounds import (
     seconds_of_layers,
     seconds_of_stages,
 )
-from distsim.schedule import schedule
-from distsim.simulation.action_times import ActionTimes
+from distsim.schedule import SCHEDULES, schedule
+from distsim.simulation import Simulator
+from distsim.simulation.action_times import ActionTimes, timed_program
 from distsim.simulation.schedule_times import time_schedule
 
 
@@ -97,6 +98,17 @@ def test_where_stages_are_a_chain_of_layers_ranks_wait_for_those_ahead(name, chu
     assert least == simulated - 2.0
     # What computes after a gradient was sent does so while the stages ahead compute theirs.
     assert seconds_of_stages(plan, stages, LayerPassage(1.0, 1.0, 1.0)) == 24.0 * chunks + 3 * 1.0 + 2 - 1
+
+
+@pytest.mark.parametrize(("name", "chunks"), [("zb_h1", 1), ("zb_h2", 1), ("zb_v", 2), ("interleaved_zb", 2)])
+def test_what_a_rank_waits_for_at_first_counts_where_it_comes_back(name, chunks):
+    """Steps of a parallelogram follow each other faster than one takes."""
+    plan = Plan(pp=4, microbatches=8, schedule=name, chunks=chunks)
+    made = schedule(name, 4, 8, None if SCHEDULES[name].chunks else chunks)
+    program, costs = timed_program(made, ActionTimes(1.0, 1.0, 1.0))
+    step = Simulator(costs).simulate(program)
+    least = seconds_of_stages(plan, [StageWork(3.0, 1, 0)] * plan.num_stages, LayerPassage(1.0, 1.0, 0.0))
+    assert 24.0 * chunks <= least <= step.step_period
 
 
 def test_layers_are_counted_as_plans_count_them():

@@ -1,5 +1,6 @@
 """Bounds of plans of which nothing was built: what is sent, what is held."""
 
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -199,6 +200,18 @@ def test_layers_teach_those_whose_backward_passes_are_in_two_halves(stages):
     plan = Plan.parse(f"{fields}zb_h1")
     before, after = found.bound(plan, Standing()), found.bound(plan, standing)
     assert 1.1 * before < after <= found.trial(plan).seconds
+
+
+@pytest.mark.parametrize("more", ["", ",post_validation=on"])
+@pytest.mark.parametrize("fields", ["zb_h2", "zb_v,chunks=2", "zb_h1", "1f1b", "interleaved,chunks=2"])
+def test_bounds_are_of_steps_that_follow_each_other(fields, more):
+    found, standing = evaluator(1e10, kernels="ops"), Standing()
+    plan = Plan.parse(f"dp=2,pp=4,microbatches=8,stages=default,schedule={fields}{more}")
+    trial = found.trial(plan)
+    assert not trial.refused
+    found.learn(found.trial(replace(plan, schedule="1f1b", chunks=1, post_validation="off")), standing)
+    found.learn(trial, standing)
+    assert found.bound(plan, standing) <= trial.seconds
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,6 @@ from distsim.simulation.maxplus.kernels import evaluate
 from distsim.simulation.maxplus.products import Product
 from distsim.simulation.maxplus.record import Record, record_of
 from distsim.simulation.maxplus.row_loop import run_rounds
-from distsim.simulation.maxplus.step_matrix import step_matrix
 from distsim.simulation.tasks.block_matrix import BlockTasks
 from distsim.simulation.tasks.rank_classes import RankClasses
 from distsim.simulation.tasks.streams import Stream
@@ -56,10 +55,9 @@ class ProgramTimeline:
         """When each rank class ends its last task."""
         return self.run.ends
 
-    @property
-    def step_matrix(self) -> Floats:
-        """Which class waits for which: see :class:`Timeline`."""
-        return step_matrix(self.run)
+    def ends_after(self, begins: Floats) -> Floats:
+        """Return when classes end that begin then."""
+        return self.run.ends_after(begins)
 
     @property
     def last_microbatch_end(self) -> float:

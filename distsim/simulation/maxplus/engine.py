@@ -84,8 +84,21 @@ class ProgramRun:
     @cached_property
     def ends(self) -> Floats:
         """When each rank class has ended its last task, rank by rank. Seconds."""
-        clocks = self.model.wiring.clocks.values()
-        return np.array([self.times[registers].max(initial=0.0) for registers in clocks])
+        return self._ends(self.times, np.zeros(len(self.classes)))
+
+    def ends_after(self, begins: Floats) -> Floats:
+        """Return when each rank class ends, on all its streams, if each begins then, on all of its own."""
+        model, state = self.model, self.model.state()
+        registers, of = model.wiring.streams
+        np.maximum.at(state.times, registers, begins[of])
+        run_rounds(model.calls, model.reach, state)
+        return self._ends(state.times, begins)
+
+    def _ends(self, times: Floats, begins: Floats) -> Floats:
+        registers, of = self.model.wiring.streams
+        ends = begins.copy()
+        np.maximum.at(ends, of, times[registers])
+        return ends
 
     @cached_property
     def classes(self) -> tuple[Class, ...]:

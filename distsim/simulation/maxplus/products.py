@@ -55,6 +55,13 @@ class Wiring:
     clocks: Mapping[Class, Ints]
 
     @cached_property
+    def streams(self) -> tuple[Ints, Ints]:
+        """The ``clocks`` of all rank classes, and of which class, by number, each is."""
+        each = [*self.clocks.values()]
+        none = np.zeros(0, np.int64)
+        return np.concatenate([none, *each]), np.repeat(np.arange(len(each)), [len(own) for own in each])
+
+    @cached_property
     def condensed(self) -> Matrices:
         """The matrices with no more cells than when the streams are free depends on."""
         return condensed(self.matrices)

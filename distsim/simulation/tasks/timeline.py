@@ -11,7 +11,7 @@ import numpy as np
 
 from distsim.ir import Op
 from distsim.simulation.tasks.rank_classes import RankClasses
-from distsim.simulation.tasks.recurrence import step_matrix
+from distsim.simulation.tasks.recurrence import run
 from distsim.simulation.tasks.streams import Stream
 from distsim.simulation.tasks.task_table import Tasks
 from distsim.simulation.tasks.templates import Floats, Ints, tasks_of_uses
@@ -104,11 +104,8 @@ class Timeline(Protocol):
         """When each rank class ends its last task, in seconds; 0.0 if it has none."""
         ...
 
-    @property
-    def step_matrix(self) -> Floats:
-        """[classes, classes] seconds: by how much each rank class, all its streams, ends later than each
-        began all of its own; -inf where it does not wait for it. Max-plus: the largest is the step time.
-        """
+    def ends_after(self, begins: Floats) -> Floats:
+        """Return when each rank class ends, on all its streams, if each begins then, on all of its own."""
         ...
 
     @cached_property
@@ -164,10 +161,12 @@ class FlatTimeline:
         np.maximum.at(last, self._class_of_stream[self.tasks.streams], self.end[tasks])
         return last
 
-    @property
-    def step_matrix(self) -> Floats:
-        """Which class waits for which, by the seconds that tasks took: see :class:`Timeline`."""
-        return step_matrix(self.tasks, self.end - self.start)
+    def ends_after(self, begins: Floats) -> Floats:
+        """Return when classes end that begin then, if tasks take as long as they did."""
+        clocks, ends = begins[self._class_of_stream], begins.copy()
+        run(self.tasks, self.end - self.start, clocks)
+        np.maximum.at(ends, self._class_of_stream, clocks)
+        return ends
 
     @cached_property
     def stream_table(self) -> Sequence[Stream]:
