@@ -85,7 +85,7 @@ def difference_table(found: tuple[PartDifference, ...], seconds: float, of: str)
 
 
 def _row(name: str, first: float, second: float) -> tuple[str, ...]:
-    taken = (seconds_text(own) if own else "-" for own in (first, second))
+    taken = (_signed(own).lstrip("+") if own else "-" for own in (first, second))
     return (name, *taken, _signed(second - first))
 
 

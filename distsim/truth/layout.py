@@ -42,8 +42,8 @@ SCHEDULE_NAMES = (
 
 POST_VALIDATION = r"zero-bubble"
 """Frameworks whose updates wait for no other stage under zero-bubble schedules: the fork of Megatron-LM by
-their authors, whose README has ``--enable-optimizer-post-validation`` among the settings of these ("Quick
-settings to enable Zero Bubble"), and whose arguments turn it off without (training/arguments.py)."""
+their authors, whose README (3a91d0c8) has ``--enable-optimizer-post-validation`` among the "quick settings to
+enable Zero Bubble"."""
 
 TORCH_CHECKPOINT = ("torchtitan", "composer", "plain")
 """Stacks whose checkpoints are torch.utils.checkpoint without reentrance: a block recomputed is left as soon
