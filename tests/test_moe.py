@@ -1,27 +1,31 @@
 """Mixtures of experts: token choice against a plain reference, drawn loads, plans."""
 
 import math
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from training_models import F64, assert_same_step, random_inputs
+from training_models import F64, assert_same_step, random_inputs, topology_of
 
 from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import SequentialExecutor
 from distsim.hardware import load_cluster
 from distsim.importer import load_model
-from distsim.ir import Function, Tensor, callees
+from distsim.ir import Float32, Function, Tensor, all_ops, callees
 from distsim.models import Routing, deepseek, draw_routing, moe
-from distsim.models.decoder import LayerMaker
+from distsim.models.decoder import LayerMaker, decoder
+from distsim.models.decoder_sizes import DecoderSizes
 from distsim.models.mixture import Mixture, mixture
+from distsim.models.parts.attention import GroupedHeads
+from distsim.models.parts.feed_forward import FeedForward
 from distsim.ops import signature_of, work
 from distsim.ops.parts import Groups
 from distsim.plan import Plan
-from distsim.transforms import Adam, add_loss, differentiate
+from distsim.transforms import Adam, add_loss, differentiate, precision_named
 
 SIZES = {"hidden": 16, "heads": 4, "seq": 6, "vocab": 16, "dtype": F64}
 LATENT = {"kv_lora": 4, "nope": 4, "rope": 2, "value": 4}
@@ -291,3 +295,17 @@ def rows_of(function: Function) -> list[int]:
         for op in function.ops
         if op.is_call
     ]
+
+
+def test_gradients_of_a_wide_router_are_summed_as_those_of_norms():
+    """Over tp at once, whole, of 128 experts as of 8 (Megatron-LM's router has a weight on every rank)."""
+    experts = Mixture(128, 8, 768, groups=4)
+    sizes = DecoderSizes(2, 2048, 512, GroupedHeads(16, 4), FeedForward(64), experts)
+    joint = differentiate(decoder(sizes, 8, 512, Float32()), Adam(), precision=precision_named("mixed"))
+    plan = Plan.parse("dp=4,tp=4,sp=on,ep=4,microbatches=2")
+    program = parallelize(joint, plan, topology_of(plan.devices))
+    kinds = Counter[str]()
+    for op in all_ops(program.to_function()):
+        moved = op.op_type.startswith("MPI") and op.attributes.get("axis") == "tp"
+        kinds[op.op_type] += sum(value.type.shape == (2048, 128) for value in op.outputs if moved)
+    assert +kinds == {"MPIAllreduce": sizes.layers}

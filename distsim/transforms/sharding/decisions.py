@@ -148,7 +148,9 @@ class Decisions:
                 found = decide_context(self.structure, options, degrees, batch, device, divisor)
             else:
                 sent = experts.choice.sent.items() if experts else ()
-                beside = {number: task.ranks * nbytes for number, nbytes in sent}
+                held = experts.choice.groups if experts else ()
+                # Rows, not the sums of gradients, which no tensor-parallel ranks divide for ranks of data.
+                beside = {number: task.ranks * nbytes for number, nbytes in sent if held[number].sharded}
                 options = self._options_of(function, way)
                 found = decide_tensor(self.structure, options, degrees, batch, device, beside)
             self._decided[task.key] = found
