@@ -101,8 +101,8 @@ def test_halves_of_backward_passes_take_no_less_than_the_whole_ones_that_a_probe
     ("fields", "share"),
     [
         ("schedule=1f1b,sp=on", 0.9),  # 0.83 without what layers of a stage wait for each other
-        ("schedule=zb_h1,sp=on", 0.89),  # 0.85 with what whole backward passes compute
-        ("schedule=zb_h1,remat=full", 0.87),
+        ("schedule=zb_h1,sp=on", 0.84),  # of a period, in which ranks may begin before others end
+        ("schedule=zb_h1,remat=full", 0.83),
     ],
 )
 def test_layers_of_a_stage_wait_for_each_other_and_halves_of_passes_for_more(evaluator, fields, share):
