@@ -283,3 +283,10 @@ def test_a_schedule_of_other_chunks_than_asked_for_is_refused(monkeypatch):
     monkeypatch.setitem(catalogue._SCHEDULES, "own", own)
     with pytest.raises(ScheduleError, match="own has 1 stages a rank, whatever is asked for, here chunks=2"):
         schedule("own", 2, 4, 2)
+
+
+def test_a_table_of_a_spreadsheet_is_read(tmp_path):
+    """With the mark of UTF-8 before its first cell."""
+    path = tmp_path / "table.csv"
+    path.write_bytes(b"\xef\xbb\xbf0F0,0B0\r\n")
+    assert read_csv(path, "own").num_microbatches == 1

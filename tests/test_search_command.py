@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 from cli_cases import run
 
+import distsim
 from distsim.cli import main
 from distsim.plan_search.journal import JournalWriter, format_of
 from distsim.plan_search.trial import PlanTrial
@@ -234,3 +235,15 @@ def test_a_kernel_that_a_cluster_has_no_figure_for_is_noted(capsys):
     out, _ = run(capsys, *MODEL, *few, "--attention", "flash3", "--precision", "fp32")
     assert "note: attention flash3: the cluster has no figure for it" in out
     assert "note: attention flash3: such kernels take 16 bits; fp32 computes in more" in out
+
+
+def test_shares_on_nodes_of_several_kinds_are_those_of_the_step(tmp_path):
+    """The peak is that of all devices together; the fullest device is the one that has least left."""
+    cluster = tmp_path / "two.toml"
+    kinds = '[[nodes]]\ncount = 1\n[[nodes]]\ncount = 1\nbase = "dgx-a100"\n'
+    cluster.write_text(f'base = "dgx-h200"\nname = "two"\n{kinds}', encoding="utf-8")
+    found = distsim.search("gpt2", str(cluster), "dp=8,pp=2,microbatches=4,zero=1", batch=64, workers=1)
+    step = distsim.simulate("gpt2", str(cluster), str(found.best.plan), batch=64)
+    assert found.step.mfu(found.best.seconds) == pytest.approx(step.mfu, rel=1e-12)
+    fullest = max(step.memory, key=lambda device: step.memory[device].peak / device.usable)
+    assert (found.best.peak, found.best.usable) == (step.memory[fullest].peak, fullest.usable)

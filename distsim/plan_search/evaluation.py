@@ -351,12 +351,13 @@ class PlanEvaluator:
     def _trial(self, plan: Plan, limit: float) -> PlanTrial:
         program = self.program(plan)
         memory = program_memory(full_program(program))
-        usable = min(device.usable for device in program.mesh.devices)
+        peaks = memory.peak_of_devices() if len(self._kinds) > 1 else {}
+        fullest = max(peaks, key=lambda device: peaks[device] / device.usable, default=None)
+        usable = program.mesh.devices[0].usable if fullest is None else fullest.usable
+        peak = max(memory.peaks) if fullest is None else peaks[fullest]
         # On devices of several kinds others may have faster ones.
         layers = layer_work(program, self.costs) if len(self._kinds) == 1 else None
-        found = PlanTrial(
-            str(plan), peak=max(memory.peaks), usable=usable, missing=memory.missing, layers=layers
-        )
+        found = PlanTrial(str(plan), peak=peak, usable=usable, missing=memory.missing, layers=layers)
         if memory.missing > NEARLY * usable:
             return found
         simulation = self.simulator.simulate(program)

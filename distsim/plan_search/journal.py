@@ -98,7 +98,8 @@ class TrialJournal:
         if head["digest"] != self.digest:
             raise SimulationError(
                 f"{self.path} is the journal of another search: {head.get('subject', 'unknown')}, not "
-                f"{self.subject} as it is now; name its own, or another file without --resume"
+                f"{self.subject} as it is now, options and figures of the cluster as well; name its own, or "
+                "another file without --resume"
             )
         if rest:
             os.truncate(self.path, self.path.stat().st_size - len(rest))

@@ -14,7 +14,6 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from distsim.cost.efficiency import matrix_type
 from distsim.errors import DistsimError, PlanError
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
@@ -29,7 +28,7 @@ from distsim.plan_search.training.estimate import TrainingCosts
 from distsim.plan_search.trial import LATER, TOO_LARGE, PlanTrial
 from distsim.plan_search.workers import PlanUnit, RemoteWorkers, processes_for, workers_for
 from distsim.schedule.refusals import count
-from distsim.simulation.trained_step import SearchedStep
+from distsim.simulation.trained_step import PeakRate, SearchedStep
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
@@ -256,8 +255,8 @@ def _stripped(trial: PlanTrial, best: Sequence[PlanTrial]) -> PlanTrial:
 def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     function = problem.model(plan)
     traits = ModelTraits.of(function)
-    dtype = matrix_type(all_ops(function))
-    peak = 0.0 if dtype is None else max(device.peak(dtype) for device in problem.topology.devices)
+    devices = problem.topology.devices
+    peak = PeakRate.of(all_ops(function), devices).total / len(devices)
     flops = count_model_flops(function)
     parameters, state, _ = PlanBounds(function, problem.topology, problem.kernels).held
     step = function.name, traits.batch, traits.sequence, flops

@@ -8,6 +8,7 @@ sends, gathers and reductions, follows from the order and the placement, and is 
 
 from __future__ import annotations
 
+import codecs
 import re
 from dataclasses import dataclass
 from pathlib import Path
@@ -158,7 +159,7 @@ def _text(source: str | Path, name: str) -> str:
     if len(raw) > MAX_BYTES:
         raise ScheduleError(f"{name}: over {MAX_BYTES} bytes; give a table of fewer microbatches")
     try:
-        return raw.decode("ascii")
+        return raw.removeprefix(codecs.BOM_UTF8).decode("ascii")  # spreadsheets write that mark
     except UnicodeDecodeError as error:
         before = raw[: error.start].rsplit(b"\n", 1)
         place = _Place(name, raw.count(b"\n", 0, error.start) + 1, before[-1].count(b",") + 1)

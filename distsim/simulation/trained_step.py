@@ -52,7 +52,8 @@ class PlannedStep(TrainedStep):
 class SearchedStep(TrainedStep):
     """What all plans of a search do, on a topology.
 
-    ``peak``: the FLOP/s of a device in the type of most FLOPs; 0 where there are none. ``state_bytes`` are
+    ``peak``: the FLOP/s of a device in the type of most FLOPs, the mean where these differ; 0 where there are
+    none. ``state_bytes`` are
     those of parameters and optimizer state, of which a checkpoint has one copy.
     """
 

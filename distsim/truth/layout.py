@@ -160,6 +160,10 @@ def _microbatches(row: Row, dp: int) -> int:
     batch = global_batch(row)
     size = number(row, "micro_batch", 0)
     if not size:
+        if not cell(row, "n_microbatches"):
+            raise MissingFeatureError(
+                "a number in column micro_batch, or in n_microbatches, beside global_batch"
+            )
         return number(row, "n_microbatches")
     count, rest = divmod(batch, dp * size) if dp else (0, 1)
     if rest or not count:

@@ -14,7 +14,7 @@ from distsim.transforms.autodiff.set_precision import cast_number
 def check_clip(clip: float | None) -> None:
     """Raise :class:`PlanError` for a norm that nothing can be clipped to."""
     if clip is not None and not 0 < clip < float("inf"):
-        raise PlanError(f"clip={clip} must be a finite norm over 0; leave it out to clip nothing")
+        raise PlanError(f"clip={clip} must be a finite norm over 0; give 0 to clip nothing")
 
 
 def gradient_factor(

@@ -47,7 +47,8 @@ def counted_cut(functions: Iterable[Sharded], num_stages: int, costs: DeviceCost
     sums = [f"{first.layers.count(True)}, the layers"]
     if all(sizes):  # which a stage without layers counts alone
         sums += [f"{len(first)}, all blocks"]
-        sums += [f"{len(blocks)}, the blocks with layers written out" for blocks in finer]
+        counts = [len(blocks) for blocks in finer if len(blocks) >= len(sizes)]
+        sums += [f"{found}, the blocks with layers written out" for found in counts]
     raise PlanError(
         f"stages={stages} sums to {sum(sizes)}, but {first.described}; give numbers that sum to "
         f"{', or to '.join(sums)}"
