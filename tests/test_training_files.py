@@ -167,6 +167,12 @@ def test_arguments_are_fields_of_a_plan(tmp_path, more, fields):
     assert config.unknown == ()
 
 
+def test_experts_weigh_their_rows(tmp_path):
+    """Megatron-LM's of that version, without an argument that says so."""
+    experts = argued(tmp_path, "--num-experts 8 --swiglu").sizes.experts
+    assert (experts.weighted, experts.dispatcher) == ("experts", "allgather")
+
+
 @pytest.mark.parametrize(
     ("more", "precision"),
     [

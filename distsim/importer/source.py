@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import as_file, files
 from typing import Any
 
@@ -20,6 +20,7 @@ from distsim.importer.onnx_file import import_from_onnx, symbolic_dimensions
 from distsim.ir import Function
 from distsim.ir.type import dtype_named
 from distsim.models import deepseek, gpt, llama, mlp, moe
+from distsim.models.mixture import WEIGHTED
 from distsim.suggestions import did_you_mean
 
 BUILDERS: dict[str, Callable[..., Function]] = {
@@ -40,6 +41,7 @@ def load_model(
     parameters: Sequence[str] = (),
     groups: int = 1,
     vocabulary_multiple: int = 1,
+    weighted: str = WEIGHTED[0],
 ) -> Function:
     """Return the forward function of a model.
 
@@ -48,7 +50,8 @@ def load_model(
     fields (``llama3-8b:layers=4``); or a builder with its options, ``mlp:layers=16,width=8192``. ``batch``
     binds the symbolic dimension of that name (of an export), the batch of a named model or the builder's
     option; ``bindings`` (``seq=128,...``) binds others. ``parameters`` are patterns of graph inputs that are
-    parameters. ``groups``: in how many groups a sequence is routed to experts, where the text does not say.
+    parameters. ``groups``: in how many groups a sequence is routed to experts, and ``weighted``, of
+    :data:`distsim.models.mixture.WEIGHTED`, where its rows are multiplied by gates, if the text does not say.
     The vocabulary of a named or configured model is padded to a multiple of ``vocabulary_multiple``.
 
     >>> load_model("mlp:layers=2,width=8", batch=4).inputs[0]
@@ -64,7 +67,7 @@ def load_model(
                 f"{source}: a builder takes its sizes as options, {name}:option=number,..., "
                 f"and no {others[0]}"
             )
-        return _build(name, options, batch, sizes, groups)
+        return _build(name, options, batch, sizes, {"groups": groups, "weighted": weighted})
     if source in BUNDLED:
         with as_file(files("distsim.models") / "data" / BUNDLED[source]) as path:
             return _import(path, batch, sizes, parameters)
@@ -76,7 +79,7 @@ def load_model(
             f"model {source!r} is not an .onnx file, a config.json, one of {known} nor a name that "
             f"`distsim models` lists{did_you_mean(name, [*model_names(), *BUILDERS, *BUNDLED])}"
         )
-    return load_decoder(source, batch, sizes, parameters, groups, vocabulary_multiple)
+    return load_decoder(source, batch, sizes, parameters, groups, vocabulary_multiple, weighted)
 
 
 def is_decoder(source: str) -> bool:
@@ -108,7 +111,9 @@ def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Seq
     return import_from_onnx(path, parameters=tuple(parameters), bindings=sizes)
 
 
-def _build(name: str, options: str, batch: int | None, sizes: dict[str, int], groups: int) -> Function:
+def _build(
+    name: str, options: str, batch: int | None, sizes: dict[str, int], usual: Mapping[str, object]
+) -> Function:
     builder = BUILDERS[name]
     known = {
         key: _READERS[str(parameter.annotation)]
@@ -126,9 +131,7 @@ def _build(name: str, options: str, batch: int | None, sizes: dict[str, int], gr
             raise ImportModelError(f"{key} is given twice, {given[key]} and {size}; give it once")
     if batch is not None:
         given["batch"] = read_number("batch", str(batch))
-    if "groups" in known:
-        given.setdefault("groups", groups)
-    return builder(**given)
+    return builder(**{key: value for key, value in usual.items() if key in known} | given)
 
 
 def _pairs(text: str, what: str) -> dict[str, int]:

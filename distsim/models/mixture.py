@@ -59,7 +59,8 @@ class Mixture:
     group is as good as its best expert (DeepSeek-V2), with sigmoid scores as its two best (DeepSeek-V3).
     ``weighted``: where rows are multiplied by their gates: back at the ranks of their ``tokens``, or before
     the last product of the ``experts``, to whose ranks gates are sent beside the rows (Megatron-LM since core
-    0.12: ``weighted_bias_swiglu_impl``, and the probabilities' all-to-all of its token_dispatcher.py).
+    0.12: ``weighted_bias_swiglu_impl``, one kernel each way that saves what it reads alone, and the
+    probabilities' all-to-all of its token_dispatcher.py).
     """
 
     experts: int

@@ -27,7 +27,9 @@ class Stack:
     several tensor-parallel ranks, ``stages`` of one with a pipeline; ``contexts``: which kind of context
     parallelism it has for one; ``repeated_keys``: attention is given as many heads of keys as of queries
     (:mod:`distsim.transforms.repeated_keys`); ``scaling`` and ``linear_ops``: those of
-    operands of 8 bits, where they are asked for (none: all). ``source`` says where these are from.
+    operands of 8 bits, where they are asked for (none: all); ``weighted``: where rows of experts are
+    multiplied by their gates, of a model that does not say (:class:`distsim.models.mixture.Mixture`).
+    ``source`` says where these are from.
 
     >>> stack_named("megatron").precision, stack_named("megatron").clip
     ('mixed', 1.0)
@@ -48,6 +50,7 @@ class Stack:
     linear_ops: tuple[str, ...] = ()
     vocabulary_multiple: int = 0
     repeated_keys: bool = False
+    weighted: str = "tokens"
     contexts: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     plan: Mapping[int, Mapping[str, str | int]] = field(
         default_factory=dict[int, Mapping[str, str | int]], hash=False
@@ -109,9 +112,12 @@ STACKS = {
             "sums of gradients into products too; "
             "--clip-grad 1.0; no recomputation unless asked; --overlap-grad-reduce, --overlap-param-gather "
             "off: one bucket after backward; --make-vocab-size-divisible-by 128, times the tensor-parallel "
-            "ranks; equally many layers a stage (transformer_block.py, get_num_layers_to_build)",
+            "ranks; equally many layers a stage (transformer_block.py, get_num_layers_to_build); rows are "
+            "weighted within experts (fusions/fused_bias_swiglu.py, weighted_bias_swiglu_impl, since "
+            "26596307 of April 2025, which is in core 0.12 and not in 0.11)",
             stages="layers",
             vocabulary_multiple=128,
+            weighted="experts",
             plan=_MEGATRON,
         ),
         Stack(

@@ -92,7 +92,8 @@ def _read(options: ModelOptions, choices: Choices, plan: Plan) -> Function:
     if config is not None and config.sizes is not None:
         return config.function(options.batch, options.seq, plan.sequence_parts, multiple)
     source = os.fspath(options.model)
-    return load_model(source, options.batch, bindings, patterns, plan.sequence_parts, multiple)
+    parts, weighted = plan.sequence_parts, choices.stack.weighted
+    return load_model(source, options.batch, bindings, patterns, parts, multiple, weighted)
 
 
 def _widest(function: Function) -> DType:

@@ -1,6 +1,6 @@
 """Megatron-LM's arguments -> a training; names, defaults and meanings of megatron/training/arguments.py.
 
-https://github.com/NVIDIA/Megatron-LM at d98e8a64ddf3 (August 2026), core 0.15; older names are understood.
+https://github.com/NVIDIA/Megatron-LM at d98e8a64ddf3 (August 2026), core 0.20; older names are understood.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from distsim.models.mixture import MAX_EXPERTS, Mixture
 from distsim.models.parts.attention import GroupedHeads, Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
+from distsim.plan.stacks import STACKS
 
 VOCABULARIES = (
     (r"llama-?3|llama_3", 128256),
@@ -236,6 +237,7 @@ def _experts(fields: TrackedFields, notes: list[str]) -> tuple[Mixture | None, d
         dispatcher=_dispatcher(fields),
         n_group=fields.maybe_count("--moe-router-num-groups") or 1,
         topk_group=fields.maybe_count("--moe-router-group-topk") or 1,
+        weighted=STACKS["megatron"].weighted,
     )
     return experts, _capacity(fields)
 

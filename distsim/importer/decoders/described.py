@@ -21,6 +21,7 @@ from distsim.importer.decoders.options import (
 from distsim.ir import Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
+from distsim.models.mixture import WEIGHTED
 from distsim.models.overrides import WHERE, options_of, override
 from distsim.models.routing import Loads
 from distsim.suggestions import choices_for
@@ -56,12 +57,12 @@ def _read(key: str, text: str) -> Any:
     return read_number(key, text, 0 if key in _COUNTS_FROM_ZERO else 1)
 
 
-def decoder_sizes(source: str) -> tuple[DecoderSizes, dict[str, Any]]:
+def decoder_sizes(source: str, weighted: str = WEIGHTED[0]) -> tuple[DecoderSizes, dict[str, Any]]:
     """Return the sizes of the decoder that a text names, and its options that are none of them.
 
     ``source``: one of :func:`model_names` or the path of a ``config.json``, with ``:option=value,...`` behind
-    it. Raises :class:`ImportModelError` when it is neither, or has no
-    such option.
+    it. ``weighted``: where rows of experts are, if the text does not say. Raises :class:`ImportModelError`
+    when it is neither, or has no such option.
 
     >>> sizes, given = decoder_sizes("llama3-8b:layers=4,seq=4096")
     >>> sizes.layers, given
@@ -79,6 +80,8 @@ def decoder_sizes(source: str) -> tuple[DecoderSizes, dict[str, Any]]:
         given[key] = _read(key, text)
     if sizes.experts is None and (unused := [key for key in _LOADS if key in given]):
         raise ImportModelError(f"{name} has no experts, of whose loads {unused[0]} is: leave it out")
+    if sizes.experts is not None:
+        given.setdefault("weighted", weighted)
     try:
         sizes = override(sizes, {key: value for key, value in given.items() if key in WHERE})
     except PlanError as error:
@@ -93,15 +96,17 @@ def load_decoder(
     parameters: Sequence[str],
     groups: int = 1,
     vocabulary_multiple: int = 1,
+    weighted: str = WEIGHTED[0],
 ) -> Function:
     """Return the function of the decoder that a text names (:func:`decoder_sizes`), on a batch of sequences.
 
     Batch and seq are bindings, which the text may give too; by default 8 sequences, as long as the model was
     made for, up to 8,192 tokens. A note says how long they are. A mixture of experts that does not say
-    otherwise routes a sequence in so many ``groups``. The vocabulary is padded to a multiple of
-    ``vocabulary_multiple``, with a note: rows of the embedding and the head that no token names.
+    otherwise routes a sequence in so many ``groups``, and has its rows ``weighted`` there. The vocabulary is
+    padded to a multiple of ``vocabulary_multiple``, with a note: rows of the embedding and the head that no
+    token names.
     """
-    sizes, given = decoder_sizes(source)
+    sizes, given = decoder_sizes(source, weighted)
     if parameters:
         raise ImportModelError(f"{source}: its parameters are known; --parameters is for graph inputs")
     bound = {**bindings} if batch is None else {**bindings, "batch": batch}

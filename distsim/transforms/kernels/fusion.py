@@ -27,7 +27,7 @@ from distsim.ops.places import shape_of
 from distsim.ops.softmax import CAUSAL, TRIANGLE
 from distsim.program.block import RewrittenOps, StageBlocks, rewritten_block, rewritten_stages
 from distsim.transforms.kernels.multi_tensor import is_of_many, kind_of, launches, sums_of_squares
-from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue, promotes
+from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue, promotes, sums_rows
 from distsim.transforms.kernels.products import in_order, products_of_groups
 from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
 from distsim.transforms.kernels.strides import strided
@@ -75,7 +75,8 @@ def _fused(function: Function, kernels: Kernels) -> RewrittenOps | None:
     turns = {region[-1] for region in turned if not in_wide(ops[region[-1]])}
     made: list[Op] = []
     parts: list[tuple[int, ...]] = []
-    units = [[ops[place] for place in group] for group in groups]
+    late = {op.outputs[0]: op.inputs[0] for op in ops if op.op_type == "OptimizationBarrier"}
+    units = [_reading_once([ops[place] for place in group], late) for group in groups]
     for number in in_order(units, [group[-1] for group in groups]):
         group = units[number]
         outside = [v for op in group for v in op.outputs if not readers.get(v, set()) <= {number}]
@@ -89,6 +90,15 @@ def _fused(function: Function, kernels: Kernels) -> RewrittenOps | None:
         made += run
         parts += [part] * len(run)
     return RewrittenOps(replace(opened, ops=tuple(made)), tuple(parts))
+
+
+def _reading_once(ops: Sequence[Op], late: Mapping[Value, Value]) -> list[Op]:
+    """Return the ops of a kernel, which reads a value behind its barrier alone if it reads both."""
+    read = dict.fromkeys([value for op in ops for value in op.inputs])
+    behind = {late[value]: value for value in read if value in late}
+    if read.keys().isdisjoint(behind):
+        return [*ops]
+    return [replace(op, inputs=tuple([behind.get(value, value) for value in op.inputs])) for op in ops]
 
 
 _NORM_GRADIENTS = ("LayerNormalizationGrad", "RMSNormalizationGrad")
@@ -146,6 +156,8 @@ def kernel_groups(
             for first in before[place]
             if promotes(ops[first], op) and reads[ops[first].outputs[0]] == 1
         )
+    if kernels.sums_rows:
+        pairs.update(_summed_by_row(ops, maker, {place for _, place in pairs}))
     if kernels.products_add:
         pairs.update(_added_by_products(ops, maker))
     if kernels.multi_tensor:
@@ -160,7 +172,8 @@ def kernel_groups(
                 and not any((first, place) in pairs for first in before[place])
             ):
                 pairs.update([(f, place) for f in before[place] if can[f] and is_epilogue(ops[f], op)])
-    level, group = _levels(before, pairs, together, turns)
+    barriers = {place for place, op in enumerate(ops) if op.op_type == "OptimizationBarrier"}
+    level, group = _levels(before, pairs, together, turns, barriers)
     if kernels.multi_tensor:
         alone = Counter([_find(group, place) for place in range(len(ops))])
         kinds: dict[Hashable, list[tuple[int, Op]]] = {}
@@ -176,6 +189,16 @@ def kernel_groups(
     for place in range(len(ops)):
         found.setdefault(_find(group, place), []).append(place)
     return list(found.values())
+
+
+def _summed_by_row(
+    ops: Sequence[Op], maker: Mapping[Value, int], joined: Container[int]
+) -> Iterator[tuple[int, int]]:
+    """Yield the pairs of an op that is ``joined`` to one before it with what alone reads it, a sum by row."""
+    reads = Counter([value for op in ops for value in op.inputs])
+    for place, op in enumerate(ops):
+        if sums_rows(op) and reads[op.inputs[0]] == 1 and maker.get(op.inputs[0], -1) in joined:
+            yield maker[op.inputs[0]], place
 
 
 def _added_by_products(ops: Sequence[Op], maker: Mapping[Value, int]) -> Iterator[tuple[int, int]]:
@@ -201,8 +224,12 @@ def _levels(
     pairs: Container[tuple[int, int]],
     together: Sequence[Sequence[int]],
     turns: Mapping[int, Sequence[int]],
+    barriers: Container[int],
 ) -> tuple[list[int], list[int]]:
-    """Return the level of each op, and the first op of its kernel, or one that leads there."""
+    """Return the level of each op, and the first op of its kernel, or one that leads there.
+
+    A barrier, which is no kernel, is on the level of the last that it waits for; what reads it is above.
+    """
     level: list[int] = []
     group = list(range(len(before)))
     united = {place: tuple(places) for places in together for place in places}
@@ -210,7 +237,8 @@ def _levels(
         members = united.get(place, (place,))
         if place == members[0]:
             outside = [(first, each) for each in members for first in before[each] if first < place]
-            reached = max([level[first] + ((first, each) not in pairs) for first, each in outside], default=0)
+            free = [each in barriers or (first, each) in pairs for first, each in outside]
+            reached = max([level[f] + 1 - at for (f, _), at in zip(outside, free, strict=True)], default=0)
             level += [reached] * len(members)
         group[_find(group, place)] = _find(group, members[0])
         for first in before[place]:

@@ -59,16 +59,18 @@ def _norms(search: _ForwardPass) -> list[int]:
 
 
 def _activations(search: _ForwardPass) -> list[int]:
-    """What lies between two products: an activation, and its product with the gate's other half."""
+    """What lies between two products: an activation, what it gates, and that times the weights of rows."""
 
     def thin(each: int) -> bool:
         return not search.node(each).has(Trait.COMPUTE_INTENSIVE) and len(search.read(each)) == 1
 
     starts = search.positions(lambda each: search.node(each).op in _ACTIVATIONS)
     acts = [each for each in starts if any(map(search.product, search.back(search.read(each), thin)))]
-    found = dict.fromkeys(acts)
-    for each in acts:
-        found.update(dict.fromkeys(u for u in search.graph.users[each] if search.node(u).op == "Mul"))
+    found, todo = dict.fromkeys(acts), acts
+    while todo:
+        todo = [u for each in todo for u in search.graph.users[each] if search.node(u).op == "Mul"]
+        todo = [each for each in todo if search.forward(each) and each not in found]
+        found.update(dict.fromkeys(todo))
     return [each for each in found if search.forward(each) and _leads_to_product(search, each)]
 
 

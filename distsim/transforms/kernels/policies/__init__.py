@@ -1,6 +1,13 @@
 """What kernels a framework launches, as policies with a name each."""
 
-from distsim.transforms.kernels.policies.joins import Joins, fusible, is_epilogue, is_pointwise, promotes
+from distsim.transforms.kernels.policies.joins import (
+    Joins,
+    fusible,
+    is_epilogue,
+    is_pointwise,
+    promotes,
+    sums_rows,
+)
 from distsim.transforms.kernels.policies.kernels import KERNELS, Kernels, kernels_named
 
 __all__ = [
@@ -12,4 +19,5 @@ __all__ = [
     "is_pointwise",
     "kernels_named",
     "promotes",
+    "sums_rows",
 ]

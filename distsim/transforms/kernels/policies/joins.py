@@ -89,6 +89,24 @@ def is_epilogue(first: Op, second: Op) -> bool:
     return first.outputs[0] in second.inputs and len(_shape(first.outputs[0])) > 1  # not itself the vector
 
 
+def _weighs_rows(op: Op) -> bool:
+    """Whether an op multiplies each row of a tensor by a number of its own."""
+    if op.op_type != "Mul" or len(op.inputs) != 2:
+        return False
+    wide = _shape(op.outputs[0])
+    return len(wide) > 1 and {wide, (*wide[:-1], 1)} == {_shape(value) for value in op.inputs}
+
+
+def _of_elements(op: Op) -> bool:
+    """Whether an op multiplies two tensors of one shape."""
+    return op.op_type == "Mul" and all(_shape(value) == _shape(op.outputs[0]) for value in op.inputs)
+
+
+def sums_rows(op: Op) -> bool:
+    """Whether an op sums each row to one number."""
+    return op.op_type == "ReduceSum" and _shape(op.outputs[0]) == (*_shape(op.inputs[0])[:-1], 1)
+
+
 _MEGATRON = {
     # bias_gelu, bias_swiglu: megatron/core/fusions/fused_bias_gelu.py, fused_bias_swiglu.py
     "Gelu": ("bias",),
@@ -121,6 +139,11 @@ def megatron(first: Op, second: Op) -> bool:
         if residual and (first.op_type == "Dropout" or _adds_bias(first)):
             return True
     if first.op_type in ("Swish", "Gelu") and second.op_type == "Mul":
+        return True
+    # weighted_swiglu and weighted_swiglu_back: fused_bias_swiglu.py
+    if _of_elements(first) and (_weighs_rows(second) or _of_elements(second)):
+        return True
+    if _weighs_rows(first) and _of_elements(second):
         return True
     if first.op_type == "SoftmaxGrad" and _scales(second):
         return True  # scaled_masked_softmax_backward takes the scale, too

@@ -49,7 +49,8 @@ class Kernels:
 
     ``joins``: the pairs that one kernel runs; None: each op is a kernel of its own. ``epilogues``: a bias
     that no such kernel adds is added by the kernel of its product. ``promotes``: a sum or a product reads
-    an operand of a narrower type as it is, where nothing else reads the wider one. ``rotary``: what a
+    an operand of a narrower type as it is, where nothing else reads the wider one. ``sums_rows``: what runs
+    in one kernel with ops before it, such a kernel sums row by row too. ``rotary``: what a
     rotary embedding that is written out is (:mod:`distsim.transforms.kernels.rotary`), of :data:`ROTARY`.
     ``multi_tensor``: optimizers and gradient clipping launch a kernel for many tensors
     (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
@@ -105,6 +106,7 @@ class Kernels:
     joins: Joins | None = None
     epilogues: bool = False
     promotes: bool = False
+    sums_rows: bool = False
     rotary: str = "ops"
     multi_tensor: bool = False
     interiors: bool = False
@@ -155,6 +157,7 @@ _MEGATRON_LM = replace(
     _TORCH,
     name="fused",
     joins=megatron,
+    sums_rows=True,
     rotary="one",
     interiors=True,
     loss="megatron",
