@@ -168,7 +168,7 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Mi
         places["groups"] = routing.slots
     rows = layer("GatherND", grouped, taken, name="dispatched", **places)
     shared = None
-    if sizes.shared:  # before the experts: while rows are on their way
+    if sizes.shared:  # before the experts: while rows are on their way, unless kernels wait for them
         wide = FeedForward(sizes.shared * sizes.ffn, sizes.activation)
         shared = feed_forward(layer, x, wide, prefix="shared.")
     within = sizes.weighted == "experts"
