@@ -64,10 +64,19 @@ def test_layers_that_are_no_chain_or_too_few_are_left_as_they_are():
     assert not layers_of(differentiate(mlp(layers=4, width=8, batch=4), SGD()))
 
 
+def evaluator_of(**options):
+    step = step_of("llama:layers=12,hidden=64,heads=4,kv_heads=2,vocab=64,seq=64", 12, **options)
+    return PlanEvaluator(SearchProblem(FixedModel(step), topology_of(8), KERNELS["eager"], top=1))
+
+
 @pytest.fixture(scope="module")
 def evaluator():
-    step = step_of("llama:layers=12,hidden=64,heads=4,kv_heads=2,vocab=64,seq=64", 12)
-    return PlanEvaluator(SearchProblem(FixedModel(step), topology_of(8), KERNELS["eager"], top=1))
+    return evaluator_of()
+
+
+@pytest.fixture(scope="module")
+def clipped():
+    return evaluator_of(clip=1.0)
 
 
 @pytest.mark.parametrize(
@@ -101,11 +110,13 @@ def test_halves_of_backward_passes_take_no_less_than_the_whole_ones_that_a_probe
     ("fields", "share"),
     [
         ("schedule=1f1b,sp=on", 0.9),  # 0.83 without what layers of a stage wait for each other
-        ("schedule=zb_h1,sp=on", 0.84),  # of a period, in which ranks may begin before others end
-        ("schedule=zb_h1,remat=full", 0.83),
+        ("schedule=zb_h1,sp=on", 0.89),  # 0.85 with what whole backward passes compute
+        ("schedule=zb_h1,remat=full", 0.87),
     ],
 )
-def test_layers_of_a_stage_wait_for_each_other_and_halves_of_passes_for_more(evaluator, fields, share):
+def test_layers_of_a_stage_wait_for_each_other_and_halves_of_passes_for_more(clipped, fields, share):
+    """Where updates wait for the norm of all gradients, ranks wait for those ahead in each step."""
+    evaluator = clipped
     plan, standing = Plan.parse(f"tp=2,pp=4,microbatches=16,stages=layers,{fields}"), Standing()
     assert evaluator.probed(plan, standing) is not None
     seconds = evaluator.trial(plan).seconds

@@ -87,7 +87,7 @@ def test_any_text_is_a_plan_or_a_plan_error(text):
     try:
         plan = Plan.parse(text)
     except PlanError as error:
-        assert len(str(error)) < 300
+        assert len(str(error)) < 260
     else:
         assert Plan.parse(str(plan)) == plan
 

@@ -6,7 +6,9 @@ and M microbatches, a rank r takes at least M sum(w_s, s on r) from a step to th
 layers, each of which takes in what the one before makes, it computes first when a microbatch has gone through
 all layers ahead of its first stage. That delays it once, not step by step; but if what it does last is the
 backward pass of that stage, whose gradient goes back through all of these, the rank of the first stage
-begins no step before all that of the one before is done.
+begins no step before all that of the one before is done. Where updates wait for a sum over the gradients of
+all stages (``joined``), as for their norm, no rank begins a step before all have made theirs, so that it
+delays every rank in each step.
 
 Where only the layers are known, not which a stage has: a rank has a whole number of them, L in all, each of w
 seconds, and one rank has the head's h. The step takes at least the least for which L layers find room.
@@ -152,12 +154,16 @@ def _layers_counted(stages: str, count: int, layers: int) -> tuple[int, ...]:
 
 
 def seconds_of_stages(
-    plan: Plan, stages: Sequence[StageWork], passage: LayerPassage | None = None, after: float = 0.0
+    plan: Plan,
+    stages: Sequence[StageWork],
+    passage: LayerPassage | None = None,
+    after: float = 0.0,
+    joined: bool = False,
 ) -> float:
     """Return the seconds from a step to the next of a plan of these stages, at least; 0: nothing is known.
 
     ``passage`` is the way through a layer, of stages that begin between layers; ``after`` are seconds for
-    each layer of a rank that follow its last backward pass.
+    each layer of a rank that follow its last backward pass; ``joined``: updates wait for all stages.
     """
     known = flights(plan)
     if known is None or len(stages) != plan.num_stages:
@@ -167,8 +173,10 @@ def seconds_of_stages(
     if passage is not None:
         before = (np.cumsum(layers) - layers)[known.stages.min(axis=1)]
         # The gradient of what the first layer takes in may be of no use.
-        around = before * passage.ahead + (before - 1) * passage.behind - passage.late
-        seconds = seconds + np.where((before > 0) & known.ends_first, np.maximum(around, 0.0), 0.0)
+        ahead, back = before * passage.ahead, (before - 1) * passage.behind - passage.late
+        around = np.maximum(ahead + back, 0.0) * known.ends_first
+        around = np.maximum(around, ahead) if joined else around
+        seconds = seconds + np.where(before > 0, around, 0.0)
     return float(seconds.max()) + int(layers[known.stages].sum(axis=1).min()) * after
 
 

@@ -257,7 +257,13 @@ class PlanBounds:
         stages = [
             stage._replace(seconds=stage.seconds + stage.layers * sums) for stage in self._stages(plan, known)
         ]
-        return max(found, whole, seconds_of_stages(plan, stages, passage, self._after(plan, known)))
+        joined = self._takes_factor and plan.post_validation == "off"
+        return max(found, whole, seconds_of_stages(plan, stages, passage, self._after(plan, known), joined))
+
+    @cached_property
+    def _takes_factor(self) -> bool:
+        """Whether updates read a factor of all gradients: their norm, or what is left of the loss's scale."""
+        return any(op.op_type == "GradientFactor" for op in all_ops(self.function))
 
     def _after(self, plan: Plan, known: PlanKnowledge) -> float:
         """Return what follows the last backward pass of a rank for each of its layers."""
