@@ -1,7 +1,9 @@
-"""Copies that torch's FSDP2 makes: parameters out of the buffer that was gathered, gradients into the next.
+"""Copies out of the buffer that a collective filled, and into the one that the next reads.
 
+Rows of sequences and of experts are copied so (:mod:`distsim.transforms.tensor_parallel.dtensors`,
+:mod:`distsim.transforms.tensor_parallel.expert_rows`), and parameters and gradients by torch's FSDP2:
 ``foreach_all_gather_copy_out`` and ``foreach_reduce`` of ``torch/distributed/fsdp/_fully_shard/
-_fsdp_collectives.py``. Both run on the current stream, that of the computation, as one kernel of a layer:
+_fsdp_collectives.py``, both on the current stream, that of the computation, as one kernel of a layer:
 
 - parameters are copied when their layer begins, in the type in which they were gathered; what was gathered
   is free after that, and in backward the next layer is gathered only then (``pre_backward``: copied, then
@@ -25,7 +27,7 @@ from distsim.transforms.data_parallel.gradient_buckets import grouped
 
 
 def copied_out(gather: Op) -> tuple[Op, Op]:
-    """Return an op that gathers parameters into a buffer, and the op that copies them out of it.
+    """Return an op that brings what it does into a buffer, and the op that copies that out of it.
 
     That is done once a step where the gather is. What it copies has the places of what was gathered.
     """
@@ -34,8 +36,8 @@ def copied_out(gather: Op) -> tuple[Op, Op]:
     return replace(gather, outputs=buffer), Op("CopyOut", buffer, gather.outputs, marks)
 
 
-def copied_in(reduction: Op, sources: Sequence[Value], awaited: Value | None) -> list[Op]:
-    """Return ops that copy gradients into a buffer, and the op that reduces it.
+def copied_in(reduction: Op, sources: Sequence[Value], awaited: Value | None = None) -> list[Op]:
+    """Return ops that copy gradients, or rows, into a buffer, and the op that reduces or sends it.
 
     ``sources`` has for each operand of that what is copied, of its shape and of any type. ``awaited`` is what
     the copy waits for, if anything.

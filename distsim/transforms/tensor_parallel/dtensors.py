@@ -34,6 +34,7 @@ from distsim.ir.registry import output_types
 from distsim.ir.rewrite import rewire_op
 from distsim.ops.float8 import MARKS
 from distsim.program.block import Rewrite, RewrittenOps, StageBlocks, called, rewritten_stages
+from distsim.transforms.data_parallel.copies import copied_in, copied_out
 from distsim.transforms.kernels.policies import Kernels
 
 _Writer = Callable[[Sequence[Op], Sequence[Value]], Iterator[tuple[Op, int]]]
@@ -120,15 +121,7 @@ def _cast_after(gather: Op, cast: Op) -> tuple[Op, Op]:
 
 def _with_copies(given: Sequence[Op], outputs: Sequence[Value]) -> Iterator[tuple[Op, int]]:
     for place, op in enumerate(given):
-        if _moves_rows(op, GATHER) and op.attributes["dim"] > 0:
-            (result,) = op.outputs
-            parts = Value(result.name, result.type)
-            yield replace(op, outputs=(parts,)), place
-            yield Op("CopyOut", (parts,), (result,)), place
-        elif _moves_rows(op, SCATTER) and op.attributes["dim"] > 0:
-            (rows,) = op.inputs
-            parts = Value(rows.name, rows.type)
-            yield Op("CopyIn", (rows,), (parts,)), place
-            yield replace(op, inputs=(parts,)), place
-        else:
-            yield op, place
+        along = (_moves_rows(op, GATHER) or _moves_rows(op, SCATTER)) and op.attributes["dim"] > 0
+        out = op.op_type == GATHER
+        steps = (op,) if not along else copied_out(op) if out else copied_in(op, op.inputs)
+        yield from ((step, place) for step in steps)

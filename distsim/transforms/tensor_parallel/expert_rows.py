@@ -23,6 +23,7 @@ from distsim.ir import Function, Op, Tensor, Value
 from distsim.ops import operator
 from distsim.ops.parts import Groups
 from distsim.program.block import RewrittenOps, StageBlocks, called, rewritten_stages
+from distsim.transforms.data_parallel.copies import copied_in, copied_out
 from distsim.transforms.kernels.policies import Kernels
 
 _AWAITED = Cache[Function, RewrittenOps | None]("functions that wait for rows of experts, by function", 2)
@@ -81,18 +82,8 @@ def _with_copies(given: Sequence[Op]) -> Iterator[tuple[Op, int]]:
             scatters = before is not None and _over_tensor(before, "MPIReduceScatter")
             leaving.add(before if before is not None and scatters else op)
     for place, op in enumerate(given):
-        if op in arriving:
-            (rows,) = op.outputs
-            parts = Value(rows.name, rows.type)
-            yield replace(op, outputs=(parts,)), place
-            yield Op("CopyOut", (parts,), (rows,)), place
-        elif op in leaving:
-            (rows,) = op.inputs
-            parts = Value(rows.name, rows.type)
-            yield Op("CopyIn", (rows,), (parts,)), place
-            yield replace(op, inputs=(parts,)), place
-        else:
-            yield op, place
+        steps = copied_out(op) if op in arriving else copied_in(op, op.inputs) if op in leaving else (op,)
+        yield from ((step, place) for step in steps)
 
 
 def _awaited(function: Function) -> RewrittenOps | None:
