@@ -21,6 +21,7 @@ from training_models import (
     small_llama,
     small_mlp,
     tied,
+    topology_of,
 )
 
 from distsim.compose import parallelize
@@ -152,10 +153,35 @@ def test_a_norm_behind_a_product_is_divided():
 
 @pytest.mark.parametrize("microbatches", [1, 4])
 def test_what_stays_whole_is_summed_once_a_step(microbatches):
+    """With a sum over microbatches all of a rank's in one message."""
     plan = Plan(tp=2, sp="on", microbatches=microbatches)
-    found = of_a_layer(LLAMA, plan)
-    assert found["all_reduce", 2 * LLAMA.hidden] == 2
+    found, norms = of_a_layer(LLAMA, plan), 2 * LLAMA.layers + 1
     assert found["reduce_scatter", 2 * SBH // microbatches] == 4 * microbatches
+    if microbatches == 1:
+        assert found["all_reduce", 2 * LLAMA.hidden] == 2
+    else:
+        assert collectives(LLAMA, plan)["all_reduce", 2 * LLAMA.hidden * norms] == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "parts"),
+    [("sp=on", 1), ("sp=on,dp=2", 1), ("sp=on,dp=2,zero=1", 2), ("sp=on,dp=2,zero=2", 2), ("sp=on,pp=2", 1)],
+)
+def test_gradients_of_norms_are_one_message_of_a_stage(text, parts):
+    """Megatron-LM's ``_allreduce_layernorm_grads`` flattens them, with or without data parallelism."""
+    plan = Plan.parse(f"tp=2,microbatches=2,{text}")
+    joint = differentiate(decoder(LLAMA, B, S, BFloat16()), SGD(lr=0.1))
+    counts: dict[str, list[int]] = {}
+    for each in (plan, replace(plan, sp="dtensor", tp_overlap="off")):
+        function = parallelize(joint, each, topology_of(plan.devices)).to_function()
+        found = [
+            op for op in all_ops(function) if op.op_type == "MPIAllreduce" and op.attributes["axis"] == "tp"
+        ]
+        width = LLAMA.hidden // parts
+        counts[each.sp] = [len(op.inputs) for op in found if op.inputs[0].type.shape == (width,)]
+    norms = 2 * LLAMA.layers + 1
+    assert counts["dtensor"] == [1] * norms
+    assert sum(counts["on"]) == norms and len(counts["on"]) == plan.pp
 
 
 @pytest.mark.parametrize("sp", ["off", "on"])

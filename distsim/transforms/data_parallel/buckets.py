@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from distsim.ir import Attributes, Function, Mesh, Op, Value
+from distsim.hardware.rank_axes import over_tensor
+from distsim.ir import Attributes, Function, Mesh, Op, Value, needed_ops
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.coalescing import in_messages
@@ -25,6 +26,7 @@ from distsim.transforms.data_parallel.gradient_buckets import (
     GradientReduction,
     gradient_buckets,
     grouped,
+    is_data_reduction,
 )
 from distsim.transforms.gradient_passes import passed
 from distsim.transforms.op_graph import Numbered, StageMap
@@ -41,24 +43,49 @@ class Bucketed(NamedTuple):
     early: frozenset[int]
 
 
-def bucketed(function: Numbered, assigned: StageMap, buckets: Buckets | None) -> Bucketed:
+_NONE = Buckets(2**62, 2**62)
+"""Where no data-parallel ranks reduce anything."""
+
+
+def bucketed(
+    function: Numbered, assigned: StageMap, buckets: Buckets | None, apart: bool = False
+) -> Bucketed:
     """Return the function, whose stages are assigned, with gradients reduced in buckets.
 
     Those of a stage, of one element type and by one kind of collective are of the same buckets. What is
-    reduced once a step, after the sum over microbatches, is summed over other ranks (tp) after that, all of a
-    stage at once, as in Megatron-LM's ``finalize_model_grads``. Without ``buckets`` the function itself.
+    summed over tensor-parallel ranks once a step is so after that, with or without ``buckets``: all of a
+    stage at once, as in Megatron-LM's ``finalize_model_grads`` (``_allreduce_layernorm_grads``), or, if they
+    are ``apart``, as DTensors are, each by itself.
     """
     found = gradient_buckets(function, assigned, buckets) if buckets is not None else []
-    if buckets is None or not found:
+    if not found and (apart or len(_sums_over_tensor(function, assigned)) < 2):
         return Bucketed(function, assigned, frozenset())
-    return _BucketWriter(function, assigned, buckets).write(found)
+    return _BucketWriter(function, assigned, buckets or _NONE, apart).write(found)
+
+
+def _sums_over_tensor(function: Numbered, assigned: StageMap) -> dict[Op, int]:
+    """Return the stages of the ops that sum a gradient over tensor-parallel ranks, once a step."""
+    found: dict[Op, int] = {}
+    for number, op in enumerate(function.ops):
+        if function.steps[number] and op.op_type == "MPIAllreduce" and over_tensor(op.attributes["axis"]):
+            made = function.producer[function.reads[number][0]]
+            while made >= 0 and _hands_on(function.ops[made]):
+                made = function.producer[function.reads[made][0]]
+            if made >= 0 and function.sums[made] and not function.forward[made]:
+                found[op] = assigned.stage[made]
+    return found
+
+
+def _hands_on(op: Op) -> bool:
+    """Whether an op sums a gradient over data-parallel ranks, or writes it flat before that."""
+    return is_data_reduction(op) or op.op_type in ("Pad", "Reshape")
 
 
 class _BucketWriter:
     """Writes a function with its gradients in buckets."""
 
-    def __init__(self, function: Numbered, assigned: StageMap, buckets: Buckets) -> None:
-        self.function, self.assigned, self.buckets = function, assigned, buckets
+    def __init__(self, function: Numbered, assigned: StageMap, buckets: Buckets, apart: bool) -> None:
+        self.function, self.assigned, self.buckets, self.apart = function, assigned, buckets, apart
         self.bucket_of: dict[Value, int] = {}  # by the gradient as it is after its reduction
         self.axis_of: dict[Value, str] = {}  # over which a parameter is divided
         self.whole: dict[tuple[Value, int], Value] = {}  # parameters as they were gathered on a stage
@@ -87,13 +114,13 @@ class _BucketWriter:
             later.setdefault(bucket[0].stage, []).extend(self._reduce(bucket))
         early = range(first, len(self.ops)) if self.buckets.early else ()
         for own in later.values():
-            for op in in_messages(own):
+            for op in own if self.apart else in_messages(own):
                 self._add(op)
         gone = {
             number for bucket in once for own in bucket for number in (own.reduction, own.outer, *own.before)
         }
         steps = [ops[n] for n in range(len(ops)) if function.steps[n] and n not in gone]
-        for op in self._gathered(self._summed(steps, once)):
+        for op in self._gathered(self._summed(steps)):
             self._add(op)
         outputs = tuple([function.values[value] for value in function.outputs])
         made = Numbered(Function(function.name, tuple(function.inputs), tuple(self.ops), outputs))
@@ -302,17 +329,19 @@ class _BucketWriter:
             self._add(replace(op, attributes=Attributes({**op.attributes, **there})))
         return later
 
-    def _summed(self, ops: Sequence[Op], buckets: Sequence[Sequence[GradientReduction]]) -> list[Op]:
-        """Return ops of which those that sum over other ranks the parts of a stage's gradients do so at once,
-        before all others."""
-        stage_of = {
-            self.function.ops[own.reduction if own.outer < 0 else own.outer].outputs[0]: own.stage
-            for bucket in buckets
-            for own in bucket
-        }
-        sums = [op for op in ops if op.op_type == "MPIAllreduce" and op.inputs[0] in stage_of]
-        gone, by_stage = {*sums}, grouped(sums, lambda op: stage_of[op.inputs[0]])
-        return [*[op for own in by_stage for op in in_messages(own)], *[op for op in ops if op not in gone]]
+    def _summed(self, ops: Sequence[Op]) -> list[Op]:
+        """Return ops of which those that sum a stage's gradients over tensor-parallel ranks do so at once,
+        before all others but what makes these."""
+        stage_of = {} if self.apart else _sums_over_tensor(self.function, self.assigned)
+        by_stage = grouped([op for op in ops if op in stage_of], lambda op: stage_of[op])
+        rest = [op for op in ops if op not in stage_of]
+        first = needed_ops(rest, [op.inputs[0] for op in ops if op in stage_of])
+        before = {*first}
+        return [
+            *first,
+            *[op for own in by_stage for op in in_messages(own)],
+            *[op for op in rest if op not in before],
+        ]
 
     def _gathered(self, ops: Sequence[Op]) -> list[Op]:
         """Return ops of which those that gather new parameters do so by bucket, after all others."""

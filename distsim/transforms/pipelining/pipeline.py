@@ -202,10 +202,10 @@ class _Stages(NamedTuple):
 
         def cut() -> CutBlocks:
             kept, stages = keep_received(function, assigned)
-            made = bucketed(*prefetch(kept, stages, local.buckets), local.buckets)
+            made = bucketed(*prefetch(kept, stages, local.buckets), local.buckets, local.kernels.dtensors)
             return cut_blocks(made, count, local.buckets is None or local.buckets.early)
 
-        return _BLOCKS.get(function, (assigned, count, local.buckets), cut)
+        return _BLOCKS.get(function, (assigned, count, local.buckets, local.kernels.dtensors), cut)
 
 
 _BLOCKS = Cache[Numbered, CutBlocks]("the blocks of stages, by function, stages and buckets", 64)
