@@ -23,7 +23,7 @@ from distsim.plan.rank_layout import (
 )
 from distsim.plan.recomputation import parse_remat
 from distsim.schedule import SCHEDULES, TABLE
-from distsim.suggestions import choices_for, did_you_mean, near_names
+from distsim.suggestions import choices_for, did_you_mean
 
 STAGES = ("even", "default", "layers", "auto", "N-N-...")
 """How a model is cut into pipeline stages: at any op for even work and few bytes sent; in whole layers as
@@ -280,8 +280,7 @@ class Plan:
                     f"plan {shortened(text)}: {shortened(item)} is not key=value; write for example {cls()}"
                 )
             if key not in _FIELDS:
-                near = [f"; did you mean {name}?" for name in near_names(key, _FIELDS)[:1]]
-                instead = _REPLACED.get(key, f"choose from {', '.join(_FIELDS)}{''.join(near)}")
+                instead = _REPLACED.get(key, f"try {choices_for(key, _FIELDS)}")
                 raise PlanError(f"unknown field {shortened(key, 20)}; {instead}")
             if key in given:
                 raise PlanError(
