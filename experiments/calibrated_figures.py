@@ -154,19 +154,7 @@ FLOAT8 = {
 """How many times as fast as those of 16 bits products of 8 bits are, whose peak is twice as high; casts are
 kernels of their own. On H100 at 500 W products of 8,192 and 65,536 rows with scales of rows were 1.88, 1.92
 and 2.09 times as fast (pytorch/FBGEMM, pull request 2546)."""
-GROUPED = {
-    "a100": (0.82, "12 kernels alone, on A100 PCIe (SimuMax, a100_pcie.json), by the shape rule"),
-    "h100": (0.82, "taken over from A100; not measured"),
-    "h200": (
-        0.87,
-        "6 kernels alone of 256 to 4,096 rows a group, by the shape rule "
-        "(experiments/measured/h200_other.csv)",
-    ),
-    "b200": (0.55, "108 kernels alone (SimuMax, b200_bf16_ceperm.json), by the shape rule"),
-    "v100": (0.82, "taken over from A100; not measured"),
-}
-"""Grouped products, of linear ones of the same shapes: the mean of kernels of 600 to 1,200 rows a group."""
-FLOAT8["gb200"], GROUPED["gb200"] = FLOAT8["b200"], GROUPED["b200"]
+FLOAT8["gb200"] = FLOAT8["b200"]
 SAME_PROCESSOR = {"h200": "h100"}
 """Kinds of GPU whose linear products have the speed of those of another, but for a factor near 1."""
 EMBEDDING = 0.5
@@ -200,7 +188,6 @@ def rates_of(
         "linear": linear,
         "linear_float8": linear * FLOAT8[family][0] * values["float8"] / 2,
         "batched": linear * values["batched"],
-        "grouped": linear * GROUPED[family][0],
         "attention": forward * values["attention"],
         "attention_grad": backward * values["attention"],
         "memory": values["memory"],
@@ -294,7 +281,6 @@ def preset_lines(values: Mapping[str, float], family: str, about: str) -> Iterab
         "linear_float8": f"{FLOAT8[family][0] * values['float8']:.2f} times the speed of linear: "
         f"{FLOAT8[family][1]}, times {values['float8']:.3g}, {about}",
         "batched": about,
-        "grouped": f"linear times {GROUPED[family][0]}: {GROUPED[family][1]}",
         "attention": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
         "attention_grad": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
         "memory": about,

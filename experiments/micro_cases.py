@@ -7,8 +7,9 @@ of several sizes in one node also a start; the others are predicted. It prints m
 collectives from 1 MiB and below apart, and writes ``results/micro_cases.csv``. Products are those of at least
 8.6e9 multiplications; the exponents of the rules (:mod:`distsim.cost.efficiency`) were fitted to all of A100.
 Those that add to sums in float32 are a group of their own, predicted by the share that those which do not add
-have on the same machine, and what adding takes. ``--timings`` does the same for the kernels of tables of
-timings.
+have on the same machine, and what adding takes; so are those of experts, of which nothing is fitted: of two
+figures of one of them that adds to sums the slower one is taken to be of float32. ``--timings`` does the same
+for the kernels of tables of timings.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from scipy.optimize import least_squares
 from distsim.calibration import read_timings
 from distsim.calibration.timings import KernelCall
 from distsim.cost import CostModel
-from distsim.cost.efficiency import exposed_addition
+from distsim.cost.efficiency import exposed_bytes
 from distsim.hardware import collective_time, load_cluster
-from distsim.ir import Attributes, BFloat16, Device, Float32, Link, Tensor, Topology
+from distsim.ir import Attributes, BFloat16, Device, Float32, Int64, Link, Tensor, Topology
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.topology import Level
 from distsim.ops import Signature, types, work
@@ -139,10 +140,17 @@ def products(rows: Sequence[Row]) -> Halves:
         and math.prod(sizes(row)) >= FEWEST_MULTIPLICATIONS
     ]
     adding = [row for row in rows if row["op"] == "matmul" and row["out_dtype"] == "fp32"]
-    found = {group: shared(own, rule) for group, own in grouped(chosen, lambda row: row["hw"]).items()}
+    plain = grouped(chosen, lambda row: row["hw"])
+    found = {group: shared(own, rule) for group, own in plain.items()}
+    shares = {
+        group: math.exp(statistics.median([math.log(float(row["tflops"]) / rule(row)) for row in own]))
+        for group, own in plain.items()
+    }
+    of_experts = [row for row in rows if row["op"].startswith("group_matmul")]
+    for group, own in grouped(of_experts, lambda row: row["hw"]).items():
+        found[f"{group}, of experts"] = experts(own, shares[group])
     for group, own in grouped(adding, lambda row: row["hw"]).items():
-        ratios = [float(row["tflops"]) / rule(row) for row in chosen if row["hw"] == group]
-        share = math.exp(statistics.median(map(math.log, ratios)))
+        share = shares[group]
         large = [row for row in own if math.prod(sizes(row)) >= FEWEST_MULTIPLICATIONS]
         device = device_of(large[0])
         predicted: list[float] = []
@@ -150,9 +158,42 @@ def products(rows: Sequence[Row]) -> Halves:
             m, n, k = sizes(row)
             flops, total = 2.0 * m * n * k / 1e12, Tensor(Float32(), (m, n))
             adds = Signature("Kernel", Attributes({"added": 2.0 * total.nbytes}), (total,), (total,))
-            predicted.append(flops / (flops / (share * rule(row)) + exposed_addition(adds, device)))
+            added = exposed_bytes(adds) / device.dram_bandwidth
+            predicted.append(flops / (flops / (share * rule(row)) + added))
         found[f"{group}, added to sums"] = predicted, [float(row["tflops"]) for row in large]
     return found
+
+
+def experts(rows: Sequence[Row], share: float) -> tuple[list[float], list[float]]:
+    """Return TFLOP/s of products of experts, by the share of those of one weight, and as measured."""
+    device, slowest = device_of(rows[0]), dict[tuple[str, ...], list[float]]()
+    for row in rows:
+        slowest.setdefault(sizes_of(row), []).append(float(row["tflops"]))
+    predicted: list[float] = []
+    for row in rows:
+        groups, way, m, n, k = sizes_of(row)
+        x, y, w, counts = (
+            *[Tensor(BFloat16(), (int(groups) * int(m), int(columns))) for columns in (k, n)],
+            *(Tensor(BFloat16(), (int(groups), int(k), int(n))), Tensor(Int64(), (int(groups),))),
+        )
+        name, given, made = {
+            "fwd": ("", (x, w, counts), y),
+            "bwd_grad_act": ("GradA", (w, counts, y), x),
+            "bwd_grad_w": ("GradB", (x, counts, y), w),
+        }[way]
+        which = Signature(f"GroupedMatMul{name}", Attributes(), given, (made,))
+        own = slowest[sizes_of(row)]
+        single = name == "GradB" and len(own) > 1 and float(row["tflops"]) == min(own)
+        moved = (8.0 * w.size if single else exposed_bytes(which)) / device.dram_bandwidth
+        flops = work(which).flops / 1e12
+        predicted.append(flops / (flops / (share * speed(which, device, "grouped") / 1e12) + moved))
+    return predicted, [float(row["tflops"]) for row in rows]
+
+
+def sizes_of(row: Row) -> tuple[str, ...]:
+    """Return the groups and the pass of products of experts, the rows of one, its outputs and its inputs."""
+    _, groups, way = row["op"].split()
+    return groups.removeprefix("ng="), way, row["m"], row["n"], row["k"]
 
 
 def attention(rows: Sequence[Row]) -> Halves:

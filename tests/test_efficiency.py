@@ -42,6 +42,17 @@ def signature(op_type: str, *shapes: tuple[int, ...], **attributes) -> Signature
     return Signature(op_type, found, given, tuple(types(op_type, found, given, None)))
 
 
+def grouped(groups: int, rows: int, n: int, k: int) -> Signature:
+    """A product of so many rows a group by a matrix [k, n] for each."""
+    given = Tensor(BF16, (groups * rows, k)), Tensor(BF16, (groups, k, n)), Tensor(Int64(), (groups,))
+    return Signature(
+        "GroupedMatMul",
+        Attributes(),
+        given,
+        tuple(types("GroupedMatMul", Attributes(), given, None)),
+    )
+
+
 def seconds(device: Device, which: Signature) -> float:
     return CostModel(Topology.hierarchical(device, 1, [])).seconds(which, (device,))
 
@@ -53,6 +64,7 @@ def seconds(device: Device, which: Signature) -> float:
         (signature("MatMulGradB", (4, 128, 256), (4, 128, 512), shape=(256, 512)), "linear"),
         (signature("MatMul", (4, 8, 128, 64), (4, 8, 64, 128)), "batched"),
         (signature("Attention", (1, 8, 256, 64), (1, 8, 256, 64), (1, 8, 256, 64)), "attention"),
+        (grouped(8, 64, 32, 16), "grouped"),
         (signature("Relu", (4, 4)), "memory"),
         (signature("Conv", (4, 8, 16, 16), (8, 8, 3, 3)), "linear"),
         (signature("Conv", (4, 8, 16, 16), (8, 8, 3, 3), (8,)), "linear"),
@@ -103,6 +115,27 @@ def test_the_depth_of_few_tiles_is_divided(tiles, depth, parts):
     found = seconds(GPU, signature("MatMul", (128 * tiles, depth), (depth, 256)))
     share = 0.5 * (tiles * parts / 108) ** 0.72 / (1 + (148 + 150 * (parts > 1)) * parts / depth)
     assert found == pytest.approx(2 * 128 * tiles * 256 * depth / (312e12 * share))
+
+
+@given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 20000))
+def test_one_group_is_a_product(m, n, k):
+    plain = seconds(GPU, signature("MatMul", (m, k), (k, n)))
+    assert seconds(GPU, grouped(1, m, n, k)) == pytest.approx(plain, rel=1e-6)
+
+
+@pytest.mark.parametrize("given_share", [True, False])
+def test_tiles_of_all_groups_fill_waves_and_the_matrices_are_read_besides(given_share):
+    """27 groups of 4 tiles are a wave of 108; without a share of their own they have that of others."""
+    groups, rows, n, k = 27, 128, 1024, 512
+    shares = tuple([(kind, share) for kind, share in SHARES.shares if given_share or kind != "grouped"])
+    device = replace(GPU, rates=replace(SHARES, shares=shares), dram_bandwidth=1e14)
+    product = 2 * groups * rows * n * k / (312e12 * 0.5 * k / (k + 148))
+    read = groups * n * k * 2 / 1e14
+    assert seconds(device, grouped(groups, rows, n, k)) == pytest.approx(product + read)
+    more = seconds(device, grouped(groups + 1, rows, n, k))
+    waves = 112 / 216
+    one_more = 2 * (groups + 1) * rows * n * k / (312e12 * 0.5 * waves**0.72 * k / (k + 148))
+    assert more == pytest.approx(one_more + read * (groups + 1) / groups)
 
 
 @given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 20000), st.integers(1, 2000))

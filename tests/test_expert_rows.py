@@ -1,5 +1,6 @@
 """The order in which ranks of several experts have their rows: copies beside the exchanges."""
 
+import re
 from collections import Counter
 
 import pytest
@@ -42,3 +43,15 @@ def test_shared_experts_run_beside_exchanges_where_these_are_not_waited_for(kern
     products = [(span.start, span.end) for span in spans if span.op.op_type.startswith("MatMul")]
     both = sum(max(0.0, min(a[1], b[1]) - max(a[0], b[0])) for a in moving for b in products)
     assert len(moving) >= 8 and (both > 1e-5) == beside
+
+
+def test_gradients_of_experts_are_reduced_as_backward_makes_them():
+    """Among those of other parameters: what divides them on the compute stream waits for no later layer."""
+    model = "moe:layers=4,hidden=1024,heads=8,seq=512,vocab=64,ffn=512,experts=4,top_k=2"
+    plan = "dp=4,ep=2,zero=1,bucket=4MB,overlap_grads=on"
+    step = simulate(model, "dgx-a100", plan, batch=8, stack="megatron")
+    passes = [span for span in step.spans() if span.op.op_type == "AverageGradients"]
+    reduced = sorted(passes, key=lambda span: span.start)
+    named = [re.findall(r"\bdh(\d)\.", str(span.op)) for span in reduced]
+    layers = [min(map(int, each)) for each in named if each]
+    assert len({*layers}) == 4 and layers == sorted(layers, reverse=True)

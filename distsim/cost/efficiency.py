@@ -19,8 +19,14 @@ source in the preset); here is how shape lowers it.
   (SimuMax, a100_pcie.json, ``accumulate=True, out_dtype=fp32``, depths of 4,096 but for four), the share
   fitted to those of the same shapes that do not: 0.45, standard error 0.06, mean error 2.6 %, 6.1 % without;
   141 on B200 would have 0.25, standard error 0.14.
-- ``batched``: products of many small matrices, as in attention that is written out; ``grouped``: those of
-  experts, in 8 bits of as much smaller a share than in 16 as linear ones (assumption: nobody measured it).
+- ``grouped``: those of experts, by the same rule and the same share, the tiles of all groups in the waves of
+  one product; each group's matrix is read, or written, or added to, beside it, at the DRAM's bandwidth, as no
+  other rows need it. Nothing is fitted: 12 on A100, 108 on B200 (SimuMax, as above, 128 to 9,832 rows a
+  group; of two figures of one product that adds to sums the slower one is taken to be of float32) and 12 on
+  H200 (experiments/measured/h200_other.csv), predicted by the median share of linear ones alone, have mean
+  errors of 6.8, 11.7 and 6.8 %, where one share for each machine has 7.0, 33 and 11.5 %. Small groups are
+  slower yet on B200, where none takes less than 9 us.
+- ``batched``: products of many small matrices, as in attention that is written out.
 - ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
   Over s keys the share is s / (s + 70), under a causal mask s / (s + 410), and 0.8 of it for heads of at
   most 64; backward 230, 630 and 0.86. Heads of a size that a kernel is not made for are filled up to the
@@ -46,6 +52,8 @@ from typing import NamedTuple
 from distsim.ir import Device, Op
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ops import Signature, Work, op_label, signature_of, work
+from distsim.ops.grouped import group_matrix
+from distsim.ops.kernel import KERNEL
 
 _TILED_TYPES = ("bfloat16", "float16")
 _TILE = (128, 256)
@@ -117,17 +125,29 @@ def efficiencies(signature: Signature, demand: Work, dtype: str, device: Device)
     return flops, moved
 
 
-def exposed_addition(signature: Signature, device: Device) -> float:
-    """Return the seconds in which a product adds to sums and does nothing else."""
-    return _ADDED * signature.attributes.get("added", 0.0) / device.dram_bandwidth
+def exposed_bytes(signature: Signature) -> float:
+    """Return the bytes that a product moves while it does nothing else: those of sums that it adds to, and
+    of the matrices of groups."""
+    groups, matrices = _groups(signature)
+    return matrices if groups > 1 else _ADDED * signature.attributes.get("added", 0.0)
+
+
+def _groups(signature: Signature) -> tuple[int, float]:
+    """Return into how many groups the rows of a product fall, and the bytes of the matrices of these."""
+    if signature.op_type == KERNEL:
+        return int(signature.attributes.get("groups", 1)), signature.attributes.get("matrices", 0.0)
+    matrix = group_matrix(signature)
+    return (1, 0.0) if matrix is None else (matrix.shape[0], float(matrix.nbytes))
 
 
 def best_share(signature: Signature, kind: str, rates: KernelRates) -> float | None:
     """Return the share that an op of a kind reaches whatever its shape; None where that is not known."""
     share = rates.share(kind)
-    if kind == "grouped" and share is not None and element_type(signature).startswith("float8"):
+    if kind == "grouped":
         narrow, plain = rates.share("linear_float8"), rates.share("linear")
-        share *= narrow / plain if narrow and plain else 1.0
+        share = plain if share is None else share
+        if share is not None and element_type(signature).startswith("float8"):
+            share *= narrow / plain if narrow and plain else 1.0
     kernel = signature.attributes.get("kernel", "") if kind.startswith("attention") else ""
     return share if share is None else share * (rates.attention(kernel) or 1.0)
 
@@ -139,7 +159,7 @@ def _of_shape(kind: str, signature: Signature, demand: Work, rates: KernelRates,
     """
     if kind in ("attention", "attention_grad"):
         return _of_attention(signature, kind, rates)
-    tiled = kind.startswith("linear") and not is_convolution(signature)
+    tiled = kind in ("linear", "linear_float8", "grouped") and not is_convolution(signature)
     return _of_product(signature, demand, rates.processors if known else 0) if tiled else 1.0
 
 
@@ -153,28 +173,29 @@ def _of_product(signature: Signature, demand: Work, processors: int) -> float:
         sizes = [(sum([size for size, _ in sizes]), sum([n for _, n in sizes]))]
     if not processors or not demand.flops or not sizes or not all(size for size, _ in sizes):
         return 1.0
-    slowness = 0.0
+    slowness, (groups, _) = 0.0, _groups(signature)
     halved = 2.0 if element_type(signature).startswith("float8") else 1.0
     for size, n in sizes:
         k = demand.flops / (2.0 * size * len(sizes))
-        slowness += _slowness(size // n, n, k / halved, processors)
+        slowness += _slowness(math.ceil(size / n / groups), n, k / halved, processors, groups)
     return len(sizes) / slowness
 
 
-def _slowness(m: int, n: int, k: float, processors: int) -> float:
-    """Return how many times as long a product of [m, k] and [k, n], of 16 bits, takes as one that fills all
-    tiles: the least for any number of parts into which its depth may be divided."""
-    slowness = (k + _DEPTH) / k / _waves(m, n, processors) ** _WAVE
+def _slowness(m: int, n: int, k: float, processors: int, groups: int) -> float:
+    """Return how many times as long products of [m, k] and [k, n], of 16 bits, take as ones that fill all
+    tiles, one for each group: the least for any number of parts into which their depth may be divided."""
+    slowness = (k + _DEPTH) / k / _waves(m, n, processors, groups) ** _WAVE
     for parts in range(2, _MOST_PARTS + 1):
         longer = 1.0 + (_DEPTH + _ADDING) * parts / k
         if longer >= slowness:
             break
-        slowness = min(slowness, longer / _waves(m, n, processors, parts) ** _WAVE)
+        slowness = min(slowness, longer / _waves(m, n, processors, groups * parts) ** _WAVE)
     return slowness
 
 
-def _waves(m: int, n: int, processors: int, parts: int = 1) -> float:
-    """Return the share of the tiles of whole waves that a result fills, the tiles lying either way."""
+def _waves(m: int, n: int, processors: int, parts: int) -> float:
+    """Return the share of the tiles of whole waves that results of [m, n] fill, so many of them made at once,
+    the tiles lying either way."""
     found = 0.0
     for rows, columns in (_TILE, _TILE[::-1]):
         tiles = math.ceil(m / rows) * math.ceil(n / columns) * parts

@@ -2,10 +2,10 @@
 
 A compute op takes ``launch + max(flops / (peak * flops_efficiency), bytes / (dram_bandwidth *
 bytes_efficiency))`` (Williams, Waterman and Patterson, "Roofline", 2009), the shares of peak and bandwidth as
-:mod:`distsim.cost.efficiency` has them, what a product needs longer that adds to sums, and at least what
-:mod:`distsim.cost.element_rate` says of elements, which adds what sums over rows wait for. The peak of matrix
-work (``Work.matrix``) is that of the device for the element type; all other work runs on the vector units, at
-``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`.
+:mod:`distsim.cost.efficiency` has them, what a product needs longer that adds to sums or has groups, and at
+least what :mod:`distsim.cost.element_rate` says of elements, which adds what sums over rows wait for. The
+peak of matrix work (``Work.matrix``) is that of the device for the element type; all other work runs on the
+vector units, at ``Device.throughput``. Communication: :mod:`distsim.hardware.collectives`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Protocol
 
-from distsim.cost.efficiency import efficiencies, element_type, exposed_addition
+from distsim.cost.efficiency import efficiencies, element_type, exposed_bytes
 from distsim.cost.element_rate import element_seconds, waiting_seconds
 from distsim.errors import CostError
 from distsim.hardware import collective_time
@@ -55,7 +55,7 @@ class RooflineRules:
             )
         peak = device.peak(dtype) if demand.matrix else device.throughput
         flops_share, bytes_share = efficiencies(signature, demand, dtype, device)
-        flops = demand.flops / (peak * flops_share) + exposed_addition(signature, device)
+        flops = demand.flops / (peak * flops_share) + exposed_bytes(signature) / device.dram_bandwidth
         moved = (demand.bytes_read + demand.bytes_written) / (device.dram_bandwidth * bytes_share)
         if demand.matrix:
             return device.kernel_launch_overhead + max(flops, moved)

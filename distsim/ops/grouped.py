@@ -153,6 +153,17 @@ def grouped_rule(signature: Signature, inputs: str, output: str) -> ShardingRule
     )
 
 
+def group_matrix(signature: Signature) -> Tensor | None:
+    """Return the matrices [groups, k, m] that an op multiplies rows by, or makes; None if it is no grouped
+    product."""
+    place = _MATRIX.get(signature.op_type.removeprefix("Float8"))
+    return None if place is None else (*signature.inputs[:3], *signature.outputs)[place]
+
+
+_MATRIX = {"GroupedMatMul": 1, "GroupedMatMulGradA": 0, "GroupedMatMulGradB": 3}
+"""Where the matrices are among three inputs and the result."""
+
+
 def _localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
     """Of a part of the groups it is not known before which they are."""
     return Attributes({name: item for name, item in attributes.items() if name not in _OF_ALL})

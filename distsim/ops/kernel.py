@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 
 from distsim.ir.function import Op
 from distsim.ir.value import Attributes
+from distsim.ops.grouped import group_matrix
 from distsim.ops.operator import Operator, Signature, Work, bytes_of, operator, register, signature_of
 from distsim.ops.optimizers import OPTIMIZER_OPS, launches_of
 from distsim.ops.rules import work
@@ -36,10 +37,11 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     (``columns``), and what adds gradients of its operand is a part of it. ``triangle``: it is a softmax
     that reads nothing that a causal mask hides; ``added``: of products that add what they make to sums
     (``AccumulateInto``), the bytes of these, read and written; ``rate``: of products that run at the rate
-    of another type, that one. Of updates how many elements their parameters have (:data:`UPDATED`), and
-    of those that are several kernels the bytes that these move beyond each operand once, and how many
-    they are (``launches``). Views count for nothing. Raises :class:`ValueError` for an op without a work
-    rule.
+    of another type, that one; ``groups`` and ``matrices``: of grouped products how many groups there are, and
+    the bytes of their matrices, read, written or added to. Of updates how many elements their parameters
+    have (:data:`UPDATED`), and of those that are several kernels the bytes that these move beyond each
+    operand once, and how many they are (``launches``). Views count for nothing. Raises
+    :class:`ValueError` for an op without a work rule.
     """
     summed = one_product and any(op.op_type.endswith("MatMulGradA") for op in ops)
     flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
@@ -62,6 +64,11 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     added = sum(op.inputs[0].type.nbytes + op.outputs[0].type.nbytes for op in ops if op.op_type == ADD)
     if matrix and added:
         marks["added"] = float(added)
+    grouped = {op: found for op in ops if (found := group_matrix(signature_of(op))) is not None}
+    if grouped:
+        into = {value for op in ops if op.op_type == ADD for value in op.inputs}
+        moved = sum(found.nbytes for op, found in grouped.items() if into.isdisjoint(op.outputs))
+        marks |= {"groups": next(iter(grouped.values())).shape[0], "matrices": float(moved + added)}
     rates = {op.attributes["rate"] for op in ops if "rate" in op.attributes}
     if len(rates) == 1:
         marks["rate"] = rates.pop()

@@ -65,7 +65,8 @@ def gradient_buckets(
 ) -> list[list[GradientReduction]]:
     """Return the gradients of each bucket, in the order in which backward completes them.
 
-    Those of a stage, of one element type and by one kind of collective are of the same buckets.
+    Those of a stage, of one element type and by one kind of collective are of the same buckets. Buckets that
+    are reduced during backward are in that order too, of whichever kind; others are kind by kind.
     """
     return _BucketFinder(function, assigned, buckets).find()
 
@@ -141,11 +142,12 @@ class _BucketFinder:
         if self.buckets.layers:
             self._find_units()
         found = _gradients(self.function, self.assigned)
-        return [
+        made = [
             bucket
             for group in grouped(found, self._kind)
             for bucket in _filled(sorted(group, key=self._arrival), self._size, self.buckets)
         ]
+        return sorted(made, key=lambda bucket: self._arrival(bucket[-1])) if self.buckets.early else made
 
     def _find_units(self) -> None:
         """Number the units of the backward pass: a Call, or a run of ops of one layer between Calls."""
