@@ -35,12 +35,17 @@ def test_losses_are_fused_in_policies_that_there_are():
         assert case_of(row).kernels == kernels
 
 
-@pytest.mark.parametrize("name", ["FairScale", "axolotl 0.8", "TRL", "PyTorch Lightning", "verl (FSDP)"])
-def test_trainers_around_torch_are_taken_for_its_fsdp(name):
+@pytest.mark.parametrize(
+    ("name", "stack"),
+    [
+        *((name, "fsdp") for name in ("FairScale", "axolotl 0.8", "TRL", "PyTorch Lightning", "fms-fsdp")),
+        *((name, "torchtitan") for name in ("verl (FSDP)", "OLMo-core")),
+    ],
+)
+def test_trainers_around_torch_are_taken_for_its_fsdp(name, stack):
     case = case_of(LLAMA | {"framework": name})
-    assert case.stack.name == "torchtitan" and any(
-        "the stack torchtitan for" in each for each in case.assumed
-    )
+    assert case.stack.name == stack
+    assert stack in name or any(f"the stack {stack} for" in each for each in case.assumed)
 
 
 @pytest.mark.parametrize(
@@ -118,6 +123,10 @@ def test_a_kernel_of_attention_that_no_column_names_is_the_stacks():
         ({"precision": "mxfp8"}, "mixed_fp8"),
         ({"precision": "fp16", "framework": "DeepSpeed", "zero": "3", "dp": "2", "pp": "1"}, "mixed_fp16"),
         ({"precision": "bf16", "framework": "FSDP", "zero": "3", "fsdp": "PURE", "pp": "1"}, "fsdp2_pure"),
+        ({"precision": "bf16", "framework": "TRL", "zero": "3", "pp": "1"}, "fsdp2_pure"),
+        ({"precision": "fp16", "framework": "TRL", "zero": "3", "pp": "1"}, "fsdp_fp16_pure"),
+        ({"precision": "bf16", "framework": "TRL", "zero": "3", "fsdp": "yes, fp32 reduction"}, "fsdp2"),
+        ({"precision": "bf16", "framework": "torchtitan", "zero": "3", "pp": "1"}, "fsdp2"),
     ],
     ids=str,
 )  # fmt: skip

@@ -143,6 +143,15 @@ STACKS = {
             repeated_keys=True,
         ),
         Stack(
+            *("fsdp", "fsdp", "flash2", "eager", "none", "adamw", 1.0),
+            source="training scripts with torch's FullyShardedDataParallel: gradients are reduced in "
+            "bfloat16 too (MixedPrecision of IBM's fms-fsdp, fms_fsdp/policies/mixed_precision.py; of "
+            "Lightning, plugins/precision/fsdp.py; of Accelerate, utils/dataclasses.py), attention by "
+            "scaled_dot_product_attention, clipping to 1.0 (fms_fsdp/utils/train_utils.py), activations are "
+            "recomputed if asked",
+            stages="default",
+        ),
+        Stack(
             *("composer", "fsdp2", "triton", "eager_loss", "none", "adamw", 1.0),
             source="llm-foundry 0.1 to 0.4: models/mpt/configuration_mpt.py, attn_impl triton (of 2022, from "
             "before FlashAttention-2), modeling_mpt.py, loss_fn fused_crossentropy (flash_attn's), and its "

@@ -53,7 +53,7 @@ OLD_LIBRARIES = 0.835
 ``libraries.2023`` of experiments/calibrate.py. Torch up to 2.4 has that (its wheels pin cuBLAS 12.1.3), and
 nanotron's README installs one of it (042dfeaa)."""
 
-OLD_KINDS = ("linear", "linear_float8", "batched", "grouped")
+OLD_KINDS = ("linear", "linear_float8", "batched")
 
 ALMOST = 0.15
 """How far the GB that are printed of a GPU may be from what it has: 80 stands for 79.6 GiB."""

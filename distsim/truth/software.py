@@ -19,11 +19,8 @@ FRAMEWORKS = (
     ("megatron.*deepspeed", "deepspeed", "fused_deepspeed"),  # the model is Megatron-LM's
     ("deepspeed|neox|colossal|intern-?evo|internlm", "deepspeed", None),
     ("composer|llm-?foundry", "composer", None),
-    (
-        r"fsdp|fairscale|olmo|torchtune|lit-?gpt|lightning|accelerate|axolotl|\btrl\b|\bverl\b",
-        "torchtitan",
-        None,
-    ),
+    (r"olmo|torchtune|\bverl\b", "torchtitan", None),
+    (r"fsdp|fairscale|lit-?gpt|lightning|accelerate|axolotl|\btrl\b", "fsdp", None),
     ("parax|alpa|jax|xla|maxtext|levanter|easylm", "plain", "compiled"),
     (r"nemo ?2\b|megatron[- ]bridge", "megatron", "fused_loss"),
     ("megatron|megascale|nemo|mcore|galvatron|transformer ?engine", "megatron", None),
@@ -31,11 +28,11 @@ FRAMEWORKS = (
     ("pytorch|torch|transformers|hugging ?face", "plain", None),
 )
 """The stack of a framework whose column has the pattern, the first that fits, and kernels where they are not
-the stack's: those of FSDP are as torchtitan's, block by block; XLA fuses what it compiles. FlashAttention's
-own training scripts, and llm.c, have fused kernels of norms with residuals, of MLPs and of the loss
-(flash-attention, training/README.md; llm.c, llmc/*.cuh); codes in house of 3D parallelism are as Megatron-LM,
-which they descend from or say that they resemble; SageMaker's sharding is MiCS, on DeepSpeed; NeMo 2 fuses
-the loss (nemo/collections/llm/gpt/model/base.py, cross_entropy_loss_fusion)."""
+the stack's: codes that reduce FSDP's gradients in float32 are as torchtitan; XLA fuses what it compiles.
+FlashAttention's own training scripts, and llm.c, have fused kernels of norms with residuals, of MLPs and of
+the loss (flash-attention, training/README.md; llm.c, llmc/*.cuh); codes in house of 3D parallelism are as
+Megatron-LM, which they descend from or say that they resemble; SageMaker's sharding is MiCS, on DeepSpeed;
+NeMo 2 fuses the loss (nemo/collections/llm/gpt/model/base.py, cross_entropy_loss_fusion)."""
 
 LOSS_COMPILED = "2025-04"
 """Since when torchtitan compiles the loss with the blocks (bbb1b616; 9dec370 of December 2024 says that this
@@ -74,7 +71,7 @@ ADAM_FUSED = "2025-03"
 KEYS_GROUPED = "2026-02"
 """Since when torchtitan gives attention heads of keys as they are (ff0829c1 of January 2026)."""
 
-TORCH_FSDP = ("torchtitan", "composer", "plain")
+TORCH_FSDP = ("torchtitan", "fsdp", "composer", "plain")
 """Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
 
 _MATH = (
@@ -232,7 +229,8 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
         policy = POLICIES["fsdp2"]
         if half and not brain:
             policy = replace(policy, name="fsdp_fp16", used=Float16(), compute=Float16(), loss_scale=65536.0)
-        if re.search(r"mixed-precision ?[=:] ?pure|\bpure\b", sharding):
+        narrow = stack.family == "fsdp" and not re.search(r"(fp|float)-?32|\bdefault\b", sharding)
+        if narrow or re.search(r"mixed-precision ?[=:] ?pure|\bpure\b", sharding):
             # Composer's PURE: gradients are reduced in the type of computing, DEFAULT in float32.
             policy = replace(policy, name=f"{policy.name}_pure", gradient_sum=policy.compute)
     elif re.search(r"\bamp|autocast", text):
