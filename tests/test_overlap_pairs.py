@@ -128,14 +128,30 @@ def test_calls_without_a_partner_are_written_out():
     assert [op.op_type for op in alone.ops] == ["Call"] * 3
 
 
-def test_communication_is_issued_at_once():
-    make = FunctionMaker("collective")
+def moving(pattern: str) -> Function:
+    """Ops one after the other: c computes, s sends it to other ranks."""
+    make = FunctionMaker("moving")
     type_ = Tensor(Float64(), (4, 6), Mesh([Device(0, "gpu"), Device(1, "gpu")], dp=2))
-    x = make.add_op("Tanh", inputs=[make.add_input_value("x", type_)])
-    make.add_op("Tanh", inputs=[make.add_op("MPIAllreduce", inputs=[x], attributes={"axis": "dp"})])
-    moves, other = make.finalize(), chain(4)
-    names = interleaved_names(other, moves, numbered_names(other, "a"), numbered_names(moves, "b"))
-    assert names == ("a0", "b0", "b1", "a1", "a2", "b2", "a3")
+    x = make.add_input_value("x", type_)
+    for letter in pattern:
+        moves = {"attributes": {"axis": "dp"}} if letter == "s" else {}
+        x = make.add_op("MPIAllreduce" if moves else "Tanh", inputs=[x], **moves)
+    return make.finalize()
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "names"),
+    [
+        ("cccc", "csc", "a0 b0 b1 a1 a2 a3 b2"),  # what reads it waits for all that the other has to do
+        ("cscscc", "scccsc", "b0 a0 a1 b1 b2 b3 b4 a2 a3 b5 a4 a5"),  # or until that would wait as well
+        ("csc", "cc", "a0 a1 b0 b1 a2"),
+        ("s", "ss", "a0 b0 b1"),
+    ],
+)
+def test_communication_is_issued_at_once_and_hidden_behind_the_other(a, b, names):
+    one, other = moving(a), moving(b)
+    found = interleaved_names(one, other, numbered_names(one, "a"), numbered_names(other, "b"))
+    assert " ".join(found) == names
 
 
 def test_a_barrier_waits_right_before_what_it_keeps_back():

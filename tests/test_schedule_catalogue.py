@@ -105,6 +105,7 @@ def fits(name: str, p: int, m: int, v: int) -> bool:
         return False
     return {
         "interleaved": v == 1 or m % p == 0,
+        "combined_1f1b": m % p == 0 and (v > 1 or p == 1),
         "interleaved_torch": m % max(1, m // p) == 0,
         "interleaved_zb": m % max(1, m // p) == 0,
         "dualpipe_v": m >= 2 * p,
@@ -157,6 +158,10 @@ def test_makespans_and_peaks_have_their_closed_forms(p, m, v):
         assert figures("interleaved", p, m, v)[0] == looped
         made = schedule("interleaved", p, m, v)
         expected = [min(p * v + p - 1 - 2 * r, m * v) for r in range(p)]
+        assert list(map(made.in_flight, range(p))) == expected
+        made = schedule("combined_1f1b", p, m, v)
+        assert [figures(made.name, p, m, v, atomic)[0] for atomic in (False, True)] == [looped, looped]
+        expected = [min(p * v + p - 2 * r, m * v) for r in range(p)]
         assert list(map(made.in_flight, range(p))) == expected
         assert figures("interleaved_zb", p, m, v)[::2] == (3 * m * v + p - 1, p * v)
     if v == 1:

@@ -153,6 +153,7 @@ def test_presets_become_the_plans_that_they_are():
         ("--use-torch-fsdp2", "zero=3,bucket=fsdp2"),
         ("--global-batch-size 16", "microbatches=2"),
         ("--num-experts 8 --expert-model-parallel-size 4", "ep=4"),
+        ("--num-experts 8 --overlap-moe-expert-parallel-comm", "schedule=combined_1f1b"),
     ],
 )
 def test_arguments_are_fields_of_a_plan(tmp_path, more, fields):
@@ -207,6 +208,7 @@ def test_types_are_a_policy(tmp_path, more, precision):
         ("--num-attention-heads 5", ("--num-attention-heads=5", "--hidden-size 64")),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'Et*3|t*4L'", ("7 layers", "8")),
         ("--pipeline-model-parallel-size 2 --pipeline-model-parallel-layout 'E;rm'", ("E, t, m, L",)),
+        ("--pipeline-model-parallel-size 2 --overlap-moe-expert-parallel-comm", ("comm", "left out without")),
     ],
 )
 def test_what_is_not_simulated_is_refused_by_name(tmp_path, more, parts):

@@ -118,6 +118,8 @@ def test_what_cannot_be_expressed_is_named(changed, missing):
         ({"schedule": "GPipe"}, "schedule", "gpipe"),
         ({"schedule": "DualPipeV", "n_layers": "8"}, "chunks", 2),
         ({"schedule": "1f1b", "vpp": "2", "n_layers": "8"}, "schedule", "interleaved"),
+        ({"vpp": "2", "n_layers": "8", "overlap": "1f1b all-to-all overlap"}, "schedule", "combined_1f1b"),
+        ({"vpp": "2", "n_layers": "8", "overlap": "no 1f1b a2a overlap"}, "schedule", "interleaved"),
         ({"recompute": "Full (uniform, 1 layer)"}, "remat", "full"),
         ({"recompute": "full(block, 3 layers)"}, "remat", "block:3"),
         ({"recompute": "uniform, 2 layers"}, "remat", "uniform:2"),

@@ -16,6 +16,7 @@ from distsim.schedule.greedy.zero_bubble import zb_auto, zb_v_greedy
 from distsim.schedule.table import Schedule
 from distsim.schedule.v_shaped import dualpipe, dualpipe_v, zb_v
 from distsim.schedule.warm_up import (
+    combined_1f1b,
     gpipe,
     interleaved,
     interleaved_torch,
@@ -74,6 +75,13 @@ _SCHEDULES: dict[str, Generator] = {
     "gpipe": Generator(gpipe, 1, "loop", "all forwards, then all backwards", "Huang et al. 2019"),
     "interleaved": Generator(
         interleaved, None, "loop", "1F1B over several stages a rank, Megatron's", "Narayanan et al. 2021"
+    ),
+    "combined_1f1b": Generator(
+        combined_1f1b,
+        None,
+        "loop",
+        "interleaved, forward and backward overlap",
+        "Megatron-LM, combined_1f1b.py",
     ),
     "interleaved_torch": Generator(
         interleaved_torch,

@@ -25,7 +25,8 @@ class _Shape:
     """What makes a schedule of these: per rank the forwards ``ahead``, and W ``behind`` so many I, if halved.
 
     A rank runs ``group`` microbatches on its first stage, the same on its next, and so on, then the next
-    group; backward so from its last stage, or where it is ``mirrored`` in the reverse order of forward.
+    group; backward so from its last stage, or where it is ``mirrored`` in the reverse order of forward. The
+    forward and the backward of a round overlap where they are ``paired``.
     """
 
     group: int
@@ -33,6 +34,7 @@ class _Shape:
     behind: tuple[int, ...] | None = None
     mirrored: bool = False
     weights: Weights = FLUSH
+    paired: bool = False
 
 
 def gpipe(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
@@ -159,6 +161,38 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     return _make("interleaved", num_ranks, num_microbatches, chunks, shape)
 
 
+def combined_1f1b(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
+    """Interleaved 1F1B whose forward and backward overlap (Megatron-LM's combined 1F1B).
+
+    The order of :func:`interleaved` with one more forward ahead, so that each backward stands beside the next
+    forward, which does not wait for it: tokens on their way to the experts of one microbatch are hidden
+    behind computation of the other (``--overlap-moe-expert-parallel-comm``,
+    core/pipeline_parallel/combined_1f1b.py; schedules.py, ``get_pp_rank_microbatches``). With one stage on
+    each of several ranks a pair would wait for the ranks on both sides of it: Megatron refuses that too.
+
+    If what overlaps takes as long as one after the other, so does the step as :func:`interleaved`. Rank `r`
+    holds `p v + p - 2 r` pairs of a stage and a microbatch, at most `m v`.
+
+    Raises:
+        ScheduleError: as :func:`interleaved`, or there is one stage on each of several ranks.
+
+    >>> print(combined_1f1b(2, 2, 2))
+    combined_1f1b: 4 stages on 2 ranks, 2 microbatches
+    rank 0: F0@0 F1@0 F0@2 F1@2 B0@2 B1@2 B0@0 B1@0
+    rank 1: F0@1 F1@1 F0@3 (F1@3;B0@3) B1@3 B0@1 B1@1
+    """
+    check_sizes("combined_1f1b", num_ranks, num_microbatches, chunks)
+    if chunks == 1 < num_ranks:
+        raise ScheduleError(
+            f"combined_1f1b: with one stage on each of {num_ranks} ranks no pair overlaps another's; choose "
+            "chunks of 2 or more, or 1f1b"
+        )
+    rule = "ranks divide microbatches, in Megatron"
+    check_microbatches("combined_1f1b", num_ranks, num_microbatches, rule, lambda m: m % num_ranks == 0)
+    shape = _Shape(num_ranks, _ahead(num_ranks, 2, (chunks - 1) * num_ranks + 1), paired=True)
+    return _make("combined_1f1b", num_ranks, num_microbatches, chunks, shape)
+
+
 def interleaved_torch(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """Interleaved 1F1B in the order of torch (ScheduleInterleaved1F1B).
 
@@ -276,6 +310,12 @@ def _make(name: str, num_ranks: int, num_microbatches: int, chunks: int, shape: 
     """Write the rows down, each action at the place that the numbers before it give."""
     count, kinds = num_microbatches * chunks, 2 if shape.behind is None else 3
     forward, backward = _orders(num_ranks, num_microbatches, chunks, shape)
+    if shape.paired:
+        rows = [
+            _paired(forward + code_of(r, 0), backward + code_of(r, 1), shape.ahead[r])
+            for r in range(num_ranks)
+        ]
+        return Schedule.from_codes(name, num_ranks * chunks, num_microbatches, rows)
     codes = np.full((num_ranks, kinds * count, 2), -1, np.int64)
     nth, rank = np.arange(count), np.arange(num_ranks)[:, None]
     ahead = np.minimum(shape.ahead, count)[:, None]
@@ -291,6 +331,18 @@ def _make(name: str, num_ranks: int, num_microbatches: int, chunks: int, shape: 
         codes[rank, place, 0] = backward + code_of(rank, Kind.BACKWARD_WEIGHT.code)
     codes.setflags(write=False)
     return Schedule.from_codes(name, num_ranks * chunks, num_microbatches, list(codes), weights=shape.weights)
+
+
+def _paired(forward: Ints, backward: Ints, ahead: int) -> Ints:
+    """Return the codes [cells, 2] of a rank: forwards, pairs of one and a backward, backwards."""
+    count = len(forward)
+    ahead = min(ahead, count)
+    codes = np.full((ahead + count, 2), -1, np.int64)
+    codes[:count, 0] = forward
+    codes[ahead:count, 1] = backward[: count - ahead]
+    codes[count:, 0] = backward[count - ahead :]
+    codes.setflags(write=False)
+    return codes
 
 
 def _orders(num_ranks: int, num_microbatches: int, chunks: int, shape: _Shape) -> tuple[Ints, Ints]:

@@ -40,6 +40,9 @@ SCHEDULE_NAMES = (
 )
 """Schedules by how papers and tables write them, remarks left out."""
 
+COMBINED = r"(?<!no )\b1f1b (a2a|all-?to-?all)[- ]overlap|overlap-moe-expert-parallel-comm"
+"""What a column of overlap says of pipelines whose tokens travel beside the other pass's computation."""
+
 POST_VALIDATION = r"zero-bubble"
 """Frameworks whose updates wait for no other stage under zero-bubble schedules: the fork of Megatron-LM by
 their authors, whose README (3a91d0c8) has ``--enable-optimizer-post-validation`` among the "quick settings to
@@ -185,10 +188,13 @@ def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[str, int]:
     if name is None or (pp > 1 and written == "none"):
         raise MissingFeatureError(f"the schedule {written!r:.60}" + (f" of pp={pp}" if name else ""))
     chunks = max(number(row, "vpp", 1), 1)  # none is written as 0, too
+    combined = bool(re.search(COMBINED, plain(row, "overlap")))
     if pp == 1:
-        return "1f1b", 1
+        return "combined_1f1b" if combined else "1f1b", 1
     if name == "1f1b" and chunks > 1:
         name = "interleaved"
+    if name == "interleaved" and combined:
+        name = "combined_1f1b"
     takes = SCHEDULES[name.partition(":")[0]].stages_a_rank
     if takes is None and chunks == 1:
         raise MissingFeatureError(f"the stages of a rank (column vpp), of the schedule {written!r:.60}")

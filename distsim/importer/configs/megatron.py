@@ -76,7 +76,6 @@ NOT_MODELLED = {
     "--tp-only-amax-red": "largest elements are reduced over dp too",
     "--fp8-param-gather": "parameters are gathered in 16 bits",
     "--delay-wgrad-compute": "gradients of weights are not put off",
-    "--overlap-moe-expert-parallel-comm": "tokens of one microbatch do not travel beside the other's compute",
     "--moe-shared-expert-overlap": "shared experts wait while tokens are exchanged",
     "--distribute-saved-activations": "each rank of tp keeps what is saved whole",
     "--defer-embedding-wgrad-compute": "gradients of the output head are not put off",

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from distsim.errors import ImportModelError, ModelLimitError
 from distsim.importer.configs.tracked import TrackedFields
+from distsim.importer.configs.training import PAIRED
 from distsim.models.decoder_sizes import DecoderSizes
 
 MAX_STAGES = 4096
@@ -107,8 +108,13 @@ def _pipeline(fields: TrackedFields, sizes: DecoderSizes, pp: int) -> dict[str, 
     embedding, loss = (fields.on(f"--account-for-{what}-in-pipeline-split") for what in ("embedding", "loss"))
     layout = fields.text("--pipeline-model-parallel-layout")
     group = fields.maybe_count("--microbatch-group-size-per-vp-stage")
+    combined = fields.on("--overlap-moe-expert-parallel-comm")
     if pp == 1:
-        return {}
+        return {"schedule": PAIRED} if combined else {}
+    if combined and chunks == 1 and not layout:
+        raise fields.refusal(
+            "--overlap-moe-expert-parallel-comm", "left out without --num-virtual-stages-per-pipeline-rank"
+        )
     if group is not None and group != pp:
         raise fields.refusal("--microbatch-group-size-per-vp-stage", f"the {pp} ranks of the pipeline")
     if layout:
@@ -131,7 +137,8 @@ def _pipeline(fields: TrackedFields, sizes: DecoderSizes, pp: int) -> dict[str, 
         stages = _accounted(fields, layers, pp * chunks, (embedding, loss))
     else:
         stages = "layers"
-    made: dict[str, str | int] = {"schedule": "interleaved" if chunks > 1 else "1f1b", "stages": stages}
+    looped = PAIRED if combined else "interleaved"
+    made: dict[str, str | int] = {"schedule": looped if chunks > 1 else "1f1b", "stages": stages}
     return made | ({"chunks": chunks} if chunks > 1 else {})
 
 

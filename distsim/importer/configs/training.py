@@ -18,6 +18,8 @@ from distsim.plan.stacks import Stack
 
 _WITH_TP = ("sp", "tp_overlap")
 _WITH_PP = ("schedule", "chunks", "stages")
+PAIRED = "combined_1f1b"
+"""A schedule that a single rank has, too: its microbatches overlap."""
 _WITH_DATA = ("zero", "reshard", "bucket", "overlap_grads", "overlap_params", "zero_ranks")
 
 
@@ -159,7 +161,7 @@ class TrainingConfig:
         if _degree(items, "tp") == 1:
             idle |= {*_WITH_TP, "etp"}
         if _degree(items, "pp") == 1:
-            idle |= {*_WITH_PP}
+            idle |= {*_WITH_PP} - ({"schedule"} if items.get("schedule") == PAIRED else set())
         if _degree(items, "cp") == 1:
             idle.add("cp_kind")
         if _degree(items, "dp") * _degree(items, "cp") == 1:

@@ -1,9 +1,10 @@
 """Two functions as one whose ops alternate: the overlapped forward and backward pass of DualPipe.
 
-A rank issues ops in order, so two blocks side by side are one block with both lists of ops merged. At every
-point both have done the same share of their work: while a collective of one function runs, there is
-computation of the other to hide it (DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, section
-3.2.1).
+A rank issues ops in order, so two blocks side by side are one block with both lists of ops merged. While what
+one function reads next is under way between ranks, the other computes: of a layer of experts forward, and
+another backward, that is attention beside the combine, the experts beside the dispatch, and so on
+(DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, section 3.2.1, figure 4; Megatron-LM,
+core/models/common/model_chunk_schedule_plan.py). Otherwise both have done the same share of their work.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ def interleave(a: Function, b: Function) -> Function:
 
     The ops of each keep their order. By shares of the work done (FLOPs and bytes, one counts as much as the
     other), that op comes next whose middle comes first, of ``a`` in a tie. Communication is issued as soon as
-    its turn in its own function comes, what takes no time, a barrier say, right before the next op that does.
+    its turn in its own function comes; what reads it lets the other function go first, until that would wait
+    for communication as well. What takes no time, a barrier say, comes right before the next op that does.
 
     A Call of one and a Call of the other that overlap by more than half of the longer become one Call of both
     callees, interleaved: layers stay layers, each distinct pair of which is made once. Other Calls are
@@ -105,6 +107,8 @@ class _Side:
         for place in reversed(range(len(self.ops))):
             self.next_work[place] = self.work[place] or self.next_work[place + 1]
         self.place = self.done = 0
+        self.sent = set[Value]()  # what travels, for which the other function has done nothing yet
+        self.sent_at = 0  # after how many ops of both that was
         self.values = {value: Value(value.name, value.type, value.role) for value in function.inputs}
 
     def calls(self, scale: int = 1) -> list[tuple[Op, int, int]]:
@@ -129,9 +133,18 @@ class _Side:
             return -1.0
         return (self.done + self.next_work[self.place] / 2) / self.total
 
-    def take(self) -> tuple[list[Value], list[Value]]:
-        """Go on to the next op; return what the present one reads, and values for what it makes."""
+    @property
+    def waits(self) -> bool:
+        """Whether the next op reads what travels."""
+        return not self.sent.isdisjoint(self.head.inputs)
+
+    def take(self, before: int) -> tuple[list[Value], list[Value]]:
+        """Go on to the next op, ``before`` which so many of both are; return what it reads, and values for
+        what it makes."""
         op = self.head
+        if _communicates(op):
+            self.sent.update(op.outputs)
+            self.sent_at = before
         self.done += self.work[self.place]
         self.place += 1
         read = [self.values[value] for value in op.inputs]
@@ -161,7 +174,11 @@ class _Merger:
         inputs = (*a.values.values(), *b.values.values())
         while left := [side for side in self.sides if side.place < len(side.ops)]:
             ready = [side for side in left if side.head not in self.with_partner]
-            self._add([min(ready, key=lambda side: side.middle)] if ready else left)
+            free = [side for side in ready if not side.waits]
+            if ready and not free:  # what was sent first has had the other's work beside it
+                free = [min(ready, key=lambda side: side.sent_at)]
+                free[0].sent.clear()
+            self._add([min(free, key=lambda side: side.middle)] if ready else left)
         function = Function(self.name, inputs, tuple(self.ops), (*a.outputs(), *b.outputs()))
         return _Overlap(function, tuple(self.origins))
 
@@ -169,7 +186,7 @@ class _Merger:
         """Add the next op of one of the functions, or the Call of the callees of both."""
         heads, read, made = [side.head for side in sides], list[Value](), list[Value]()
         for side in sides:
-            operands, results = side.take()
+            operands, results = side.take(len(self.ops))
             read += operands
             made += results
         origins = tuple([_origin(side, op) for side, op in zip(sides, heads, strict=True)])
