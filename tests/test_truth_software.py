@@ -154,7 +154,7 @@ def test_scalings(changed, scaling):
     [
         ("flash-attention training (Lightning, DDP)", "torch", "fused_loss"),
         ("llm.c (CUDA C)", "megatron", "fused_loss"),
-        ("AA-Scaling (Aleph Alpha)", "megatron", "fused"),
+        ("AA-Scaling (Aleph Alpha)", "deepspeed", "eager"),
         ("SageMaker Model Parallel (MiCS)", "deepspeed", None),
     ],
 )
