@@ -138,6 +138,14 @@ def test_tiles_of_all_groups_fill_waves_and_the_matrices_are_read_besides(given_
     assert more == pytest.approx(one_more + read * (groups + 1) / groups)
 
 
+@given(st.integers(1, 8), st.integers(1, 30), st.integers(1, 4))
+def test_chunks_on_several_streams_fill_waves_as_the_whole_product(count, rows, columns):
+    """Of whole tiles: all of them take what the product takes."""
+    m, n, k = 128 * rows, 256 * columns, 5120  # too many parts of the depth would be no faster
+    chunk = seconds(GPU, signature("MatMul", (m, k), (k, n), beside=count))
+    assert count * chunk == pytest.approx(seconds(GPU, signature("MatMul", (m * count, k), (k, n))))
+
+
 @given(st.integers(1, 4096), st.integers(1, 4096), st.integers(1, 20000), st.integers(1, 2000))
 def test_a_deeper_product_is_no_faster(m, n, k, more):
     shallow, deep = (seconds(GPU, signature("MatMul", (m, each), (each, n))) for each in (k, k + more))

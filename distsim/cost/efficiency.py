@@ -13,7 +13,7 @@ source in the preset); here is how shape lowers it.
   experiments/measured/h200_other.csv and h200_step_kernels.csv), with mean errors of 3.0, 9.1, 3.1 and 6.3 %,
   where undivided they are 2.8, 9.7, 4.3 and 11.0 %. Operands of 8 bits need twice the depth, as many bytes.
   Types of 8 and 16 bits alone: kernels of others have smaller tiles. Convolutions have the share without the
-  rule.
+  rule. Chunks of a product that run on several streams (``beside``) fill waves together.
   One that adds what it makes to sums of gradients takes 0.45 of the time, at the DRAM's bandwidth, in which
   these are read and written, beside that: least squares over 60 products on A100 that add to float32
   (SimuMax, a100_pcie.json, ``accumulate=True, out_dtype=fp32``, depths of 4,096 but for four), the share
@@ -174,22 +174,23 @@ def _of_product(signature: Signature, demand: Work, processors: int) -> float:
     if not processors or not demand.flops or not sizes or not all(size for size, _ in sizes):
         return 1.0
     slowness, (groups, _) = 0.0, _groups(signature)
+    at_once = groups * int(signature.attributes.get("beside", 1))
     halved = 2.0 if element_type(signature).startswith("float8") else 1.0
     for size, n in sizes:
         k = demand.flops / (2.0 * size * len(sizes))
-        slowness += _slowness(math.ceil(size / n / groups), n, k / halved, processors, groups)
+        slowness += _slowness(math.ceil(size / n / groups), n, k / halved, processors, at_once)
     return len(sizes) / slowness
 
 
-def _slowness(m: int, n: int, k: float, processors: int, groups: int) -> float:
+def _slowness(m: int, n: int, k: float, processors: int, at_once: int) -> float:
     """Return how many times as long products of [m, k] and [k, n], of 16 bits, take as ones that fill all
-    tiles, one for each group: the least for any number of parts into which their depth may be divided."""
-    slowness = (k + _DEPTH) / k / _waves(m, n, processors, groups) ** _WAVE
+    tiles, so many at once: the least for any number of parts into which their depth may be divided."""
+    slowness = (k + _DEPTH) / k / _waves(m, n, processors, at_once) ** _WAVE
     for parts in range(2, _MOST_PARTS + 1):
         longer = 1.0 + (_DEPTH + _ADDING) * parts / k
         if longer >= slowness:
             break
-        slowness = min(slowness, longer / _waves(m, n, processors, groups * parts) ** _WAVE)
+        slowness = min(slowness, longer / _waves(m, n, processors, at_once * parts) ** _WAVE)
     return slowness
 
 

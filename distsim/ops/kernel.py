@@ -38,10 +38,10 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     that reads nothing that a causal mask hides; ``added``: of products that add what they make to sums
     (``AccumulateInto``), the bytes of these, read and written; ``rate``: of products that run at the rate
     of another type, that one; ``groups`` and ``matrices``: of grouped products how many groups there are, and
-    the bytes of their matrices, read, written or added to. Of updates how many elements their parameters
-    have (:data:`UPDATED`), and of those that are several kernels the bytes that these move beyond each
-    operand once, and how many they are (``launches``). Views count for nothing. Raises
-    :class:`ValueError` for an op without a work rule.
+    the bytes of their matrices, read, written or added to; ``beside``: how many chunks of one product run in
+    turn on several streams. Of updates how many elements their parameters have (:data:`UPDATED`), and of
+    those that are several kernels the bytes that these move beyond each operand once, and how many they are
+    (``launches``). Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
     """
     summed = one_product and any(op.op_type.endswith("MatMulGradA") for op in ops)
     flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
@@ -69,6 +69,9 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
         into = {value for op in ops if op.op_type == ADD for value in op.inputs}
         moved = sum(found.nbytes for op, found in grouped.items() if into.isdisjoint(op.outputs))
         marks |= {"groups": next(iter(grouped.values())).shape[0], "matrices": float(moved + added)}
+    beside = max([int(op.attributes.get("beside", 1)) for op in ops], default=1)
+    if beside > 1:
+        marks["beside"] = beside
     rates = {op.attributes["rate"] for op in ops if "rate" in op.attributes}
     if len(rates) == 1:
         marks["rate"] = rates.pop()

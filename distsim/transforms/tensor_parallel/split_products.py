@@ -16,6 +16,10 @@ What else reads the rows gets them whole, in a buffer into which the parts arriv
 where they belong (:mod:`distsim.ops.chunks`). The gradient of an input is scattered beside that of the
 weight, its rows gathered again for that beside the gradient of the input (Transformer Engine's ``bulk``), as
 without. A cast of the rows, and a bias that the product's kernel adds, are split with it.
+
+Chunks run on several streams in turn, so that the tiles of one fill what another leaves of a wave
+(Transformer Engine, ``_stream_compute[i % _stream_compute.size()]``; torch's ``backend_stream``): each says
+how many there are (``beside``).
 """
 
 from __future__ import annotations
@@ -262,6 +266,8 @@ def _of_chunk(op: Op, own: Mapping[Value, Value], dims: Mapping[Value, int], cou
     shape[dims[made]] //= count
     if rule is not None and rule.localize is not None:
         attributes = rule.localize(attributes, (tuple(shape),))
+    if _is_product(op):
+        attributes = Attributes({**attributes, "beside": count})
     return replace(op, inputs=substitute(op.inputs, own), attributes=attributes)
 
 
