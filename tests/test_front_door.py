@@ -244,6 +244,18 @@ def test_a_simulation_says_its_speed_and_of_what_its_mfu_is(step):
     assert json.loads(json.dumps(step.to_dict())) == step.to_dict()
 
 
+def test_the_slowest_of_the_devices_in_use_is_waited_for():
+    large = "gpt:layers=2,hidden=4096,heads=32,seq=2048,vocab=1000"
+    sizes = {"batch": 32, "precision": "bf16"}
+    node, four = (distsim.simulate(large, cluster, "dp=8", **sizes) for cluster in ("dgx-h100", "dgx-h100:4"))
+    assert "24 of 32 devices of dgx-h100:4 are idle" in four.known_step.notes[-1]
+    assert (four.step_time, four.mfu) == (node.step_time, node.mfu)
+    sets = "dp=8,tp=1,pp=1,zero=0,remat=none,microbatch_size=4"
+    found = distsim.search(large, "dgx-h100:4", sets, gpus=8, **sizes)
+    wide = distsim.search(large, "dgx-h100:4", "dp=8,tp=4,pp=1,microbatch_size=4", against="dp=8", **sizes)
+    assert found.best.seconds == wide.own.seconds == node.step_period
+
+
 def test_what_a_notebook_shows_is_escaped():
     run = distsim.simulate("mlp:layers=2,width=64", load_cluster("dgx-a100"), batch=8)
     run.step = type(run.step)("<b>model</b>", 8, 0, 1.0, True, "<i>", "dp=1")

@@ -189,7 +189,7 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
 def _advice(step: SimulatedStep, progress: Progress) -> list[str]:
     """Say what would make a plan fit."""
     topology = step.simulation.cost_model.topology
-    trials = PlanTrials(step.function, topology, step.build, step.simulator.simulate)
+    trials = PlanTrials(step.function, topology, step.build, step.simulate)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
         found = progress.run(

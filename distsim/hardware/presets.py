@@ -43,7 +43,7 @@ from distsim.hardware.cluster_table import (
 )
 from distsim.hardware.power import speed_under_limit
 from distsim.hardware.units import HOUR, SECONDS, Units, parse_quantity, unit_named
-from distsim.hardware.variation import slowed, speed_of_slowest
+from distsim.hardware.variation import as_slowest, slowed
 from distsim.ir.device import Device
 from distsim.ir.kernel_rates import KernelRates
 from distsim.ir.link import Link
@@ -197,9 +197,9 @@ def _device(table: DeviceTable, si: Mapping[str, float], count: int) -> Device:
         _whole_bytes("segment", si),
         _link(si, "device.host_link") if table.host_link else None,
         _rates(table, si),
+        si.get("device.variation", 0.0),
     )
-    share = speed_of_slowest(si.get("device.variation", 0.0), count)
-    return replace(device, flops_efficiency=device.flops_efficiency * share)
+    return as_slowest(device, count)
 
 
 def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:

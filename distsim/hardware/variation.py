@@ -9,6 +9,7 @@ from statistics import NormalDist
 from distsim.errors import TopologyError
 from distsim.hardware.cluster_table import SlowTable
 from distsim.ir.device import Device
+from distsim.ir.topology import Topology
 
 
 def speed_of_slowest(variation: float, count: int) -> float:
@@ -25,6 +26,29 @@ def speed_of_slowest(variation: float, count: int) -> float:
     if not variation <= 1:
         raise TopologyError(f"device.variation={variation:g} is more than the whole time of a product")
     return 1 / (1 + variation * max(NormalDist().inv_cdf((count - 0.375) / (count + 0.25)), 0.0))
+
+
+def as_slowest(device: Device, count: int) -> Device:
+    """Return a device as fast as the slowest of so many of its kind is at products."""
+    if not device.variation or device.slowest_of == count:
+        return replace(device, slowest_of=count)
+    was, now = (speed_of_slowest(device.variation, of) for of in (device.slowest_of, count))
+    return replace(device, flops_efficiency=device.flops_efficiency / was * now, slowest_of=count)
+
+
+def in_use(topology: Topology, count: int) -> Topology:
+    """Return a topology of which so many devices are used: the slowest of these is waited for.
+
+    >>> from distsim.hardware import load_cluster
+    >>> two, one = load_cluster("dgx-h100:2"), load_cluster("dgx-h100")
+    >>> [f"{cluster.devices[0].flops_efficiency:.4f}" for cluster in (two, one, in_use(two, 8))]
+    ['0.7822', '0.7861', '0.7861']
+    """
+    devices = topology.devices
+    used = min(count, len(devices))
+    if not any(device.variation and device.slowest_of != used for device in devices):
+        return topology
+    return topology.with_devices([as_slowest(device, used) for device in devices])
 
 
 def slowed(devices: Sequence[Device], slow: Sequence[SlowTable], per_node: int) -> list[Device]:

@@ -27,7 +27,9 @@ class Device:
     framework takes on top; it gives a tensor whole blocks of ``block`` bytes, and has memory in segments of
     ``segment`` bytes. The efficiencies, in (0, 1], are the achieved share of the peak FLOP/s and of
     the DRAM bandwidth, at best: ``rates`` say what kernels reach of it. ``host_link`` is what joins it to the
-    memory of its host, each way: None if that is not known. The defaults are those of the DistIR notebooks.
+    memory of its host, each way: None if that is not known. ``flops_efficiency`` is that of the slowest of
+    ``slowest_of`` devices whose times differ by a standard deviation of ``variation`` of the usual one. The
+    defaults are those of the DistIR notebooks.
 
     Raises :class:`TopologyError` for a figure that is not positive and finite.
 
@@ -51,6 +53,8 @@ class Device:
     segment: int = 1
     host_link: Link | None = None
     rates: KernelRates = NO_RATES
+    variation: float = 0.0
+    slowest_of: int = 1
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

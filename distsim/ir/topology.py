@@ -163,11 +163,17 @@ class Topology:
         """
         found = self._views.get(self._version)
         if found is None:
-            found = self._views[self._version] = Topology()
-            found._devices, found._links, found._version = self._devices, self._links, self._version
+            found = self._views[self._version] = self.with_devices(self._devices)
             inner = [dataclasses.replace(level, start=0.0, segment_time=0.0) for level in self._levels[:1]]
             found._levels = (*inner, *self._levels[1:])
         return found
+
+    def with_devices(self, devices: Sequence[Device]) -> Topology:
+        """Return the same links between other devices, as many, of the same ids."""
+        made = Topology()
+        made._devices, made._links, made._version = list(devices), dict(self._links), self._version
+        made._levels = self._levels
+        return made
 
     @property
     def cuts(self) -> tuple[int, ...]:

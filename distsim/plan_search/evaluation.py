@@ -16,6 +16,7 @@ from distsim.compose.compose import check_sizes
 from distsim.compose.division import levels_written
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.errors import DistsimError, PlanError
+from distsim.hardware.variation import in_use
 from distsim.ir import Function, Topology
 from distsim.ops import signature_of
 from distsim.plan import Plan
@@ -107,6 +108,13 @@ class PlanEvaluator:
         self.usable = max(device.usable for device in problem.topology.devices)
         kinds = {self.costs.spec(device): device for device in reversed(problem.topology.devices)}
         self._kinds = tuple(kinds.values())
+
+    def using(self, plan: Plan) -> PlanEvaluator:
+        """Return this one, or for a plan that leaves devices idle one that waits for those in use alone."""
+        topology = in_use(self.problem.topology, plan.devices)
+        if topology is self.problem.topology:
+            return self
+        return PlanEvaluator(replace(self.problem, topology=topology), self._limit)
 
     def bounds(self, plan: Plan) -> PlanBounds:
         """Return the bounds of what a plan divides."""

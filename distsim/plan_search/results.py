@@ -11,6 +11,7 @@ from typing import Any
 
 from distsim.errors import SimulationError
 from distsim.extras import data_frame
+from distsim.plan import Plan
 from distsim.plan_search.columns import plan_columns, record_of
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.training.columns import plan_cost_columns
@@ -172,6 +173,9 @@ class SearchResult:
         """The simulated step of the best plan, to look into; raises as :attr:`best`."""
         return self._evaluator.simulate(self.best.plan)
 
+    def _simulated(self, plan: Plan) -> Simulation:
+        return self._evaluator.using(plan).simulate(plan)
+
     @cached_property
     def _evaluator(self) -> PlanEvaluator:
         return PlanEvaluator(self.problem)
@@ -187,7 +191,7 @@ class SearchResult:
     def _figures_of(self, trial: PlanTrial) -> StepFigures:
         if trial.text not in self._figures:
             best = bool(self.fitting) and trial.text == self.best.text
-            simulation = self.simulation if best else self._evaluator.simulate(trial.plan)
+            simulation = self.simulation if best else self._simulated(trial.plan)
             counted = self.step.tokens, self.step.unit
             self._figures[trial.text] = StepFigures.of(trial.text, simulation, counted, self.step.flops)
         return self._figures[trial.text]

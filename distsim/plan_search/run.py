@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from distsim.errors import DistsimError, PlanError
+from distsim.hardware.variation import in_use
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
@@ -82,7 +83,8 @@ def search(
     """Return the best plans of a training step on all devices of a topology.
 
     ``plans`` are sets of values for fields of a plan, as ``"tp=1|2|4,remat=*"``, what is left open being
-    sensible (:mod:`distsim.plan_search.space`), or the plans themselves. ``objective`` is one of
+    sensible (:mod:`distsim.plan_search.space`), or the plans themselves, of which those of the most devices
+    say of how many the slowest is waited for. ``objective`` is one of
     ``OBJECTIVES``; ``top`` how many of the best are wanted: what is proven to be worse is not tried. For a
     function that depends on the plan, give what returns it, the same one for plans that divide the same.
     ``workers``: how many processes, or those behind an executor, as ``dask_workers("tcp://host:8786")``.
@@ -97,10 +99,12 @@ def search(
     'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b'
     """
     of = FixedModel(model) if isinstance(model, Function) else model
-    problem = SearchProblem(of, topology, kernels, objective, top)
     if isinstance(plans, str):
         plans = PlanSpace.of(of(Plan()), topology, parse_sets(plans)).plans
-    return SearchRun(problem, tuple(plans), workers, against=against).run()
+    asked = tuple(plans)
+    used = in_use(topology, max([plan.devices for plan in asked], default=1))
+    problem = SearchProblem(of, used, kernels, objective, top)
+    return SearchRun(problem, asked, workers, against=against).run()
 
 
 @dataclass(frozen=True)
@@ -194,7 +198,7 @@ class SearchRun:
         """Return what becomes of the plan that the best are compared with."""
         if self.against is None:
             return None
-        own = evaluator.trial(self.against)
+        own = evaluator.using(self.against).trial(self.against)
         if own.refused:
             raise PlanError(f"--against {self.against}: {own.refused}")
         return own

@@ -5,8 +5,7 @@ from __future__ import annotations
 import os
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Unpack
 
@@ -14,6 +13,7 @@ from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.errors import PlanError, TopologyError
 from distsim.hardware import load_cluster
+from distsim.hardware.variation import in_use
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology
 from distsim.plan import Plan
@@ -34,6 +34,7 @@ from distsim.study.options import (
     options_of,
 )
 from distsim.study.training_step import training_step
+from distsim.transforms.kernels.policies import Kernels
 
 
 def simulate(
@@ -92,7 +93,7 @@ def cluster_label(cluster: str | os.PathLike[str] | Topology) -> str:
 class SimulatedStep:
     """A simulated training step, and what made it: the joint function, the program of a plan, the choices.
 
-    ``build`` makes the program of another plan.
+    ``build`` makes the program of another plan, and ``simulate`` its step.
     """
 
     simulation: Simulation
@@ -100,7 +101,38 @@ class SimulatedStep:
     plan: Plan
     choices: Choices
     build: Callable[[Plan], Program]
-    simulator: Simulator
+    simulate: Callable[[Program], Simulation]
+
+
+@dataclass(frozen=True, eq=False)
+class _Plans:
+    """Builds and simulates plans of a function on the first devices of a topology.
+
+    Each waits for the slowest of those that it uses, not of those that are idle.
+    """
+
+    function: Function
+    topology: Topology
+    engine: EngineOptions
+    kernels: Kernels
+    order: Schedule | None
+    _simulators: dict[int, Simulator] = field(default_factory=dict[int, Simulator])
+
+    def build(self, plan: Plan) -> Program:
+        """Return the program of a plan."""
+        costs = self._simulator(plan.devices).cost_model
+        return parallelize(self.function, plan, costs.topology, costs, self.order, self.kernels)
+
+    def simulate(self, program: Program) -> Simulation:
+        """Return its simulated step."""
+        return self._simulator(len(program.mesh)).simulate(program)
+
+    def _simulator(self, devices: int) -> Simulator:
+        if devices not in self._simulators:
+            used = in_use(self.topology, devices)
+            costs = CostModel(used, strict=self.engine.strict, kernels=self.kernels.way)
+            self._simulators[devices] = simulator_of(self.engine, costs)
+        return self._simulators[devices]
 
 
 def simulated(
@@ -114,17 +146,15 @@ def simulated(
     order = _table(engine.schedule)
     asked = plan_asked(options.plan, order)
     function, choices = training_step(replace(options, plan=asked), progress)
-    costs = CostModel(topology, strict=engine.strict, kernels=choices.kernels.way)
-    simulator = simulator_of(engine, costs)
-    make = partial(parallelize, topology=topology, cost_model=costs, schedule=order, kernels=choices.kernels)
+    plans = _Plans(function, topology, engine, choices.kernels, order)
 
     def build(plan: Plan) -> Program:
-        return progress.run(f"parallelizing: {plan}", lambda: make(function, plan))
+        return progress.run(f"parallelizing: {plan}", lambda: plans.build(plan))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes
         plan, program, said = lay_out(asked, choices, build)
-        simulation = progress.run("simulating", lambda: simulator.simulate(program))
+        simulation = progress.run("simulating", lambda: plans.simulate(program))
     traits = ModelTraits.of(function)
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += said
@@ -141,7 +171,7 @@ def simulated(
         str(plan),
         tuple(notes),
     )
-    return SimulatedStep(simulation, function, plan, choices, lambda other: make(function, other), simulator)
+    return SimulatedStep(simulation, function, plan, choices, plans.build, plans.simulate)
 
 
 def _table(schedule: Schedule | str | os.PathLike[str] | None) -> Schedule | None:

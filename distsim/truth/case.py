@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass, replace
 
 from distsim.cache import cached
+from distsim.hardware.variation import in_use
 from distsim.ir import Function, Topology
 from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.models.decoder import decoder
@@ -54,8 +55,8 @@ class Case:
         return _joint(self.sizes, self.batch, self.seq, self.attention, self.precision, self.stack)
 
     def topology(self) -> Topology:
-        """Return the cluster of the row."""
-        return self.cluster.topology()
+        """Return the cluster of the row, as the slowest of the devices that it uses is."""
+        return _used(self.cluster, self.plan.devices)
 
 
 def case_of(row: Row) -> Case:
@@ -87,6 +88,11 @@ def case_of(row: Row) -> Case:
         tuple(assumed),
         layout.left_out,
     )
+
+
+@cached("clusters of rows, by their devices in use", 64)
+def _used(cluster: Cluster, devices: int) -> Topology:
+    return in_use(cluster.topology(), devices)
 
 
 @cached("training steps of rows, by model, batch and software", 8)
