@@ -16,6 +16,9 @@ from distsim.errors import TopologyError
 from distsim.hardware import collective_time, describe, figures, load_cluster, presets
 from distsim.hardware.cluster_file import line_of
 from distsim.hardware.cluster_table import setting_keys
+from distsim.ir import Topology
+from distsim.ir.link import Link
+from distsim.ir.topology import Level
 from distsim.models import gpt
 from distsim.plan import Plan
 from distsim.simulation import Simulator
@@ -287,6 +290,52 @@ def test_kinds_of_nodes(tmp_path):
     assert topology.devices[15].peaks == load_cluster("dgx-a100").devices[0].peaks
     assert (topology.devices[16].peaks, topology.devices[16].memory) == (h100.peaks, 70 * 2**30)
     assert "nodes: 1 of dgx-h100, with other memory" in describe(path)
+
+
+def test_kinds_of_nodes_have_their_own_links_inside(tmp_path):
+    """A message within a node takes what it takes there, one between nodes what the file says."""
+    mixed = load_cluster(write(tmp_path, '[[nodes]]\ncount = 2\n[[nodes]]\ncount = 1\nbase = "dgx-h100"\n'))
+    ours, theirs = load_cluster("dgx-a100:2"), load_cluster("dgx-h100")
+    for kind in ("all_reduce", "all_to_all"):
+        alone = [collective_time(kind, 1e9, tuple(each.devices[:8]), each) for each in (ours, theirs)]
+        nodes = [tuple(mixed.devices[begin : begin + 8]) for begin in (0, 8, 16)]
+        assert [collective_time(kind, 1e9, node, mixed) for node in nodes] == [alone[0], *alone]
+    assert mixed.link(mixed.devices[8], mixed.devices[16]) == ours.levels[1].link
+    assert mixed.of_direct_writes().level(*mixed.devices[16:18]).start == 0.0 < theirs.levels[0].start
+
+
+@pytest.mark.parametrize("engine", ["maxplus", "events"])
+def test_equal_devices_are_told_apart_by_their_links(engine):
+    """Of two nodes the one with slower links is waited for, be it the first or the second."""
+    fast, slow, between = (
+        Level("nvlink", Link(1e10), 4),
+        Level("nvlink", Link(1e9), 4),
+        Level("ib", Link(1e9)),
+    )
+    device = load_cluster("dgx-a100").devices[0]
+    both = Topology.hierarchical(device, 8, [slow, between])
+    one, other = (Topology.hierarchical(device, 8, [level, between]) for level in (fast, slow))
+    one.set_levels_of(4, 4, [slow])
+    other.set_levels_of(4, 4, [fast])
+    assert len(CostModel(one).routes([tuple(one.devices[:4]), tuple(one.devices[4:])])) == 2
+    seconds = [step(topology, "dp=2,tp=4", engine) for topology in (both, one, other)]
+    assert seconds == [seconds[0]] * 3
+    assert seconds[0] > step(Topology.hierarchical(device, 8, [fast, between]), "dp=2,tp=4", engine)
+    with pytest.raises(TopologyError, match="level 'nvlink' of groups of 4 has no place on 3 devices from 5"):
+        one.set_levels_of(5, 3, [slow])
+
+
+@pytest.mark.parametrize(
+    "base, other, said",
+    [
+        ("dgx-2", "dgx-a100", "a node of dgx-a100 has 8 devices, and those of this cluster 16"),
+        ("dgx-a100", "dgx-1", "joined by nvlink of 4 and nvlink-cube of 8, in this cluster by nvlink of 8"),
+    ],
+)
+def test_nodes_of_other_shapes_are_refused(tmp_path, base, other, said):
+    text = f'[[nodes]]\ncount = 1\n[[nodes]]\ncount = 1\nbase = "{other}"\n'
+    with pytest.raises(TopologyError, match=re.escape(said)):
+        load_cluster(write(tmp_path, text, base))
 
 
 def slow(tmp_path, which: str, factor: float = 2.0, more: str = "") -> str:

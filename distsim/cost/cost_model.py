@@ -201,11 +201,14 @@ class CostModel:
         """Whether groups are known to lie alike: then every communication op takes equally long over each.
 
         ``ids[g]`` are the ids of the devices of group ``g``. Sufficient, not necessary: every level of the
-        hierarchy cuts all groups alike, the first moved by whole groups of the level, and no pair of
-        devices has a link of its own.
+        hierarchy cuts all groups alike, the first moved by whole groups of the level, all have the same
+        levels where some have their own, and no pair of devices has a link of its own.
         """
         if self.topology.has_pair_links:
             return len(ids) == 1
+        kinds = self._kinds_of_links(ids)
+        if not (kinds == kinds[:1]).all():
+            return False
         for size in (1, *self.topology.cuts):
             cut = ids // size
             cut = cut - cut[:, :1] if size > 1 else cut == cut[:, :1]
@@ -217,20 +220,27 @@ class CostModel:
         """Return how each group lies on the topology; a single entry where all lie alike.
 
         Groups with equal entries, of one call or another, take equally long over every collective: each
-        level cuts them alike, the links of pairs that were set are the same, and where ports are shared all
-        that do the same at once lie alike: the family of a group, or all that are asked for.
+        level cuts them alike and is as fast, the links of pairs that were set are the same, and where ports
+        are shared all that do the same at once lie alike: the family of a group, or all that are asked for.
         """
         if self.topology.has_shared_ports:
             family = groups[0].family if isinstance(groups[0], GroupOfMany) else groups
             every = np.array([device.id for group in family for device in group], np.int64)
             moved = every - every[0] // max(self.topology.cuts) * max(self.topology.cuts)
-            return tuple([(moved.tobytes(), *own) for own in self._routes(groups)])
+            about = moved.tobytes(), self._kinds_of_links(every).tobytes()
+            return tuple([(*about, *own) for own in self._routes(groups)])
         return self._routes(groups)
+
+    def _kinds_of_links(self, ids: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Return the number of the kind of levels that each device has, by ids."""
+        kinds = self.topology.kinds_of_links
+        return np.array(kinds, np.int64)[ids] if kinds else np.zeros_like(ids)
 
     def _routes(self, groups: Sequence[Group]) -> tuple[tuple[Hashable, ...], ...]:
         ids = np.array([[device.id for device in group] for group in groups], np.int64)
         cuts = [ids // size for size in self.topology.cuts]
         cuts = [cut - cut[:, :1] for cut in cuts]
+        cuts += [self._kinds_of_links(ids)] if self.topology.kinds_of_links else []
         links = [self.topology.pair_links(group) for group in groups]
         if not any(links) and all((cut == cut[:1]).all() for cut in cuts):
             return ((ids.shape[1], (), *[cut[0].tobytes() for cut in cuts]),)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib.resources import files
@@ -22,6 +22,7 @@ import msgspec
 
 from distsim.errors import TopologyError
 from distsim.hardware.cluster_file import bytes_of, cluster_table, located, raw_table
+from distsim.hardware.cluster_parts import device_of, level_of
 from distsim.hardware.cluster_table import (
     DEVICE_UNITS,
     LEVEL_UNITS,
@@ -41,12 +42,9 @@ from distsim.hardware.cluster_table import (
     merged,
     with_setting,
 )
-from distsim.hardware.power import speed_under_limit
 from distsim.hardware.units import HOUR, SECONDS, Units, parse_quantity, unit_named
-from distsim.hardware.variation import as_slowest, slowed
+from distsim.hardware.variation import slowed
 from distsim.ir.device import Device
-from distsim.ir.kernel_rates import KernelRates
-from distsim.ir.link import Link
 from distsim.ir.topology import Level, Topology
 from distsim.suggestions import choices_for, did_you_mean
 
@@ -133,15 +131,20 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
         if not each.group_size == node == inner and (each.group_size != 1 or node > 1)
     ]
     try:
-        first, levels = _device(table.device, si, count), [_level(level, si) for level in joining]
+        first, levels = device_of(table.device, si, count), [level_of(level, si) for level in joining]
         kinds = [(_device_of_kind(read, kind, first, count), kind.count) for kind in table.nodes]
         devices = [each for each, own in kinds for _ in range(own)]
         if not devices and not table.slow:
             return Topology.hierarchical(first, count, levels)
         each_node = devices or [first] * nodes
-        every = [device for device in each_node for _ in range(table.devices_per_node)]
-        made = slowed(every, table.slow, table.devices_per_node)
-        return Topology.of_devices(made, levels)
+        every = [device for device in each_node for _ in range(node)]
+        made = Topology.of_devices(slowed(every, table.slow, node), levels)
+        start = 0
+        for kind in table.nodes:
+            if kind.base is not None:
+                made.set_levels_of(start, kind.count * node, _levels_inside(kind.base, node, levels))
+            start += kind.count * node
+        return made
     except TopologyError as error:
         said = str(error)
         raise TopologyError(said if said.startswith(read.origin) else f"{read.origin}: {said}") from error
@@ -178,49 +181,6 @@ def _changes(kind: NodesTable) -> str:
 # --- devices and levels ------------------------------------------------------------------------------------
 
 
-def _device(table: DeviceTable, si: Mapping[str, float], count: int) -> Device:
-    """Return a device of so many, as fast as the slowest of them."""
-    device = Device(
-        0,
-        table.kind,
-        si["device.throughput"],
-        si["device.dram_bandwidth"],
-        si["device.kernel_launch_overhead"],
-        si["device.memory"],
-        tuple((dtype, si[f"device.peaks.{dtype}"]) for dtype in table.peaks),
-        si["device.flops_efficiency"]
-        * speed_under_limit(si.get("device.power"), si.get("device.power_limit")),
-        si["device.bytes_efficiency"],
-        si.get("device.context", 0.0),
-        si.get("device.fragmentation", 0.0),
-        _whole_bytes("block", si),
-        _whole_bytes("segment", si),
-        _link(si, "device.host_link") if table.host_link else None,
-        _rates(table, si),
-        si.get("device.variation", 0.0),
-    )
-    return as_slowest(device, count)
-
-
-def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
-    processors, queries = si.get("device.processors", 0.0), si.get("device.query_block", 128.0)
-    for name, count in (("processors", processors), ("query_block", queries)):
-        if not (count.is_integer() and 0 <= count <= MAX_DEVICES):
-            raise TopologyError(f"device.{name}={count} is no count")
-    return KernelRates(
-        tuple([(kind, si[f"device.kernels.{kind}"]) for kind in table.kernels]),
-        tuple([(name, si[f"device.launches.{name}"]) for name in table.launches if name != "tensor"]),
-        si.get("device.launches.tensor", 0.0),
-        int(processors),
-        si.get("device.spread", 0.0),
-        si.get("device.slowdown", 0.0),
-        tuple([(kernel, si[f"device.attention.{kernel}"]) for kernel in table.attention]),
-        tuple([(kind, si[f"device.uncertainty.{kind}"]) for kind in table.uncertainty]),
-        si.get("device.clock", 0.0),
-        int(queries),
-    )
-
-
 def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device, count: int) -> Device:
     """Return the device of a kind of nodes: that of the file, or of its ``base``, with what it changes."""
     if kind.base is not None and kind.base not in presets():
@@ -237,42 +197,38 @@ def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device, count: 
     own = replace(read, origin=f"{read.origin}: nodes", text="", settings=())
     table = cluster_table(own.origin, raw, "").device
     found = {figure.name: figure.si_value for figure in _figures(own, table, ())}
-    device = _device(table, found, count)
+    device = device_of(table, found, count)
     if (device.block, device.segment) != (first.block, first.segment):
         raise TopologyError("device.block and device.segment must be the same on all nodes")
     return device
 
 
+def _levels_inside(base: str, node: int, levels: Sequence[Level]) -> list[Level]:
+    """Return what joins so many devices in a node of a preset, by the names of the levels of the cluster."""
+    whole = _read(base, ())
+    has = whole.table.devices_per_node
+    if has < node:
+        raise TopologyError(
+            f"nodes: a node of {base} has {has} devices, and those of this cluster {node}: nodes are of one "
+            f"size; give devices_per_node = {has}, or a base with {node}"
+        )
+    table = cluster_table(base, merged(_raw(base, ())[1], {"devices_per_node": node}), "")
+    si = {figure.name: figure.si_value for figure in _figures(whole, table.device, table.levels)}
+    own = [level_of(level, si) for level in table.levels if 1 < (level.group_size or 0) <= node]
+    here = [level for level in levels if (level.group_size or node + 1) <= node]
+    if [level.group_size for level in own] != [level.group_size for level in here]:
+        raise TopologyError(
+            f"nodes: in a node of {base} GPUs are joined by {_groups(own)}, in this cluster by "
+            f"{_groups(here)}; take a base that joins groups of these sizes, or begin from base = {base!r}"
+        )
+    return [replace(each, name=level.name) for each, level in zip(own, here, strict=True)]
+
+
+def _groups(levels: Sequence[Level]) -> str:
+    return " and ".join(f"{level.name} of {level.group_size}" for level in levels) or "nothing"
+
+
 _NO_LINK: Raw = {"bandwidth": "1 GB/s", "latency": "1 us", "efficiency": 1.0}
-
-
-def _level(level: LevelTable, si: Mapping[str, float]) -> Level:
-    name = f"levels.{level.name}"
-    return Level(
-        level.name,
-        _link(si, name),
-        level.group_size,
-        _whole(level, si.get(f"{name}.devices_per_port", 1.0)),
-        si.get(f"{name}.oversubscription", 1.0),
-        *(si.get(f"{name}.{part}", 0.0) for part in ("start", "segment_time")),
-    )
-
-
-def _link(si: Mapping[str, float], name: str) -> Link:
-    return Link(*(si[f"{name}.{part}"] for part in ("bandwidth", "latency", "efficiency")))
-
-
-def _whole(level: LevelTable, value: float) -> int:
-    if not (value.is_integer() and 1 <= value <= MAX_DEVICES):
-        raise TopologyError(f"levels.{level.name}.devices_per_port={value} is no count of devices")
-    return int(value)
-
-
-def _whole_bytes(name: str, si: Mapping[str, float]) -> int:
-    value = si.get(f"device.{name}", 1.0)
-    if not (value.is_integer() and 1 <= value <= si["device.memory"]):
-        raise TopologyError(f"device.{name}={value} must be whole bytes, of those that memory has")
-    return int(value)
 
 
 # --- reading -----------------------------------------------------------------------------------------------

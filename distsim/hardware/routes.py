@@ -162,7 +162,8 @@ def _channels(a: Device, b: Device, topology: Topology) -> tuple[Channel, ...]:
     out, into = port(a, level)[0], port(b, level)[1]
     if not level.oversubscription > 1:
         return out, into
-    below = topology.levels[topology.levels.index(level) - 1].group_size or 1
+    place = next(i for i, each in enumerate(topology.levels) if each.name == level.name)
+    below = topology.levels[place - 1].group_size or 1
     capacity = level.link.achieved * below / level.devices_per_port / level.oversubscription
     uplinks = [f"{level.name} uplink of {_neighbours(device, below)}" for device in (a, b)]
     return out, Channel(f"{uplinks[0]}, out", capacity), Channel(f"{uplinks[1]}, in", capacity), into
@@ -230,7 +231,8 @@ def _route(family: tuple[Group, ...], topology: Topology) -> Route:
             rail = bandwidth
             if topology.has_shared_ports:  # one ring leaves by one port, several may meet at one
                 rail = min(bandwidth, _bandwidth(rails_of(parts, fewest), topology))
-            rails = min(level.link.achieved, fewest * rail)
+            inside = [topology.level_of(level, part[0]).link.achieved for cut in parts for part in cut]
+            rails = min(*inside, fewest * rail)
             return Route(family, bandwidth, latency, between=between, rails=rails, parts=tuple(parts))
         break
     return Route(family, bandwidth, latency, between=between)
@@ -251,7 +253,10 @@ def _exchange(group: Group, topology: Topology) -> PeerCosts:
             latency = math.fsum(link.latency for link in links)
             ways.append((latency, math.fsum(1 / link.achieved for link in links)))
         return PeerCosts(tuple(dict.fromkeys(ways)), (ways[0],))
-    ranks = [_ways(peers, topology) for peers in _peers_by_level(group, topology)]
+    ranks = [
+        _ways(device, peers, topology)
+        for device, peers in zip(group, _peers_by_level(group, topology), strict=True)
+    ]
     if not topology.has_shared_ports:
         return PeerCosts(tuple(dict.fromkeys([way for own in ranks for way in own])), ranks[0])
     # Where ports are shared a byte to each peer keeps a channel busy for what all its ranks put on it.
@@ -282,12 +287,13 @@ def _peers_by_level(group: Group, topology: Topology) -> list[tuple[int, ...]]:
     return [tuple(peers) for peers in found]
 
 
-def _ways(peers: Iterable[int], topology: Topology) -> tuple[Way, ...]:
-    """Return what a rank's messages take at each level that it has peers by."""
+def _ways(device: Device, peers: Iterable[int], topology: Topology) -> tuple[Way, ...]:
+    """Return what the messages of a rank on a device take at each level that it has peers by."""
+    links = [topology.level_of(level, device).link for level in topology.levels]
     return tuple(
         [
-            (latency_of_messages(count, level.link.latency), count / level.link.achieved)
-            for count, level in zip(peers, topology.levels, strict=True)
+            (latency_of_messages(count, link.latency), count / link.achieved)
+            for count, link in zip(peers, links, strict=True)
             if count
         ]
     )

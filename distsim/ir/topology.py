@@ -80,6 +80,8 @@ class Topology:
         self._devices: list[Device] = []
         self._links: dict[tuple[int, int], Link] = {}
         self._levels: tuple[Level, ...] = ()
+        self._own: dict[tuple[str, int], Level] = {}
+        self._kinds: tuple[int, ...] = ()
         self._version = 0
         self._views: dict[int, Topology] = {}
 
@@ -155,7 +157,12 @@ class Topology:
     @property
     def has_shared_ports(self) -> bool:
         """Whether some level has ports or uplinks that several devices share."""
-        return any(level.shared for level in self._levels)
+        return any(level.shared for level in (*self._levels, *self._own.values()))
+
+    @property
+    def kinds_of_links(self) -> tuple[int, ...]:
+        """A number for each device, equal where levels of their own are equal; empty if none has any."""
+        return self._kinds
 
     def of_direct_writes(self) -> Topology:
         """Return the links for kernels that write to their peers' memory: within the innermost level nothing
@@ -164,22 +171,25 @@ class Topology:
         found = self._views.get(self._version)
         if found is None:
             found = self._views[self._version] = self.with_devices(self._devices)
-            inner = [dataclasses.replace(level, start=0.0, segment_time=0.0) for level in self._levels[:1]]
+            inner = [_direct(level) for level in self._levels[:1]]
             found._levels = (*inner, *self._levels[1:])
+            names = [level.name for level in inner]
+            found._own = {key: _direct(own) if key[0] in names else own for key, own in self._own.items()}
         return found
 
     def with_devices(self, devices: Sequence[Device]) -> Topology:
         """Return the same links between other devices, as many, of the same ids."""
         made = Topology()
         made._devices, made._links, made._version = list(devices), dict(self._links), self._version
-        made._levels = self._levels
+        made._levels, made._own, made._kinds = self._levels, dict(self._own), self._kinds
         return made
 
     @property
     def cuts(self) -> tuple[int, ...]:
         """The group sizes of the levels, and of ports that devices share: what divides the ids."""
         sizes = [level.group_size for level in self._levels if level.group_size is not None]
-        ports = [level.devices_per_port for level in self._levels if level.devices_per_port > 1]
+        every = (*self._levels, *self._own.values())
+        ports = [level.devices_per_port for level in every if level.devices_per_port > 1]
         return tuple(dict.fromkeys([*sizes, *ports]))
 
     @property
@@ -242,6 +252,34 @@ class Topology:
         self._version += 1
         return level
 
+    def set_levels_of(self, first: int, count: int, levels: Sequence[Level]) -> None:
+        """Give so many devices from one on, whole groups of these levels, levels of their own.
+
+        Each stands in the place of the one of its name, as that of groups of another kind of node. Raises
+        :class:`TopologyError` for a level that has no such place.
+        """
+        for own in levels:
+            here = [level for level in self._levels if level.name == own.name]
+            size = own.group_size
+            if size is None or not here or here[0].group_size != size or first % size or count % size:
+                raise TopologyError(
+                    f"level {own.name!r} of groups of {size or 'all'} has no place on {count} devices from "
+                    f"{first} on in {self}; it must be of whole groups of the level of its name"
+                )
+            groups = range(first // size, (first + count) // size)
+            self._own.update({(own.name, group): own for group in groups if own != here[0]})
+        numbers: dict[tuple[Level, ...], int] = {}
+        kinds = [tuple([self.level_of(level, device) for level in self._levels]) for device in self._devices]
+        found = tuple([numbers.setdefault(kind, len(numbers)) for kind in kinds])
+        self._kinds = found if len(numbers) > 1 else ()
+        self._version += 1
+
+    def level_of(self, level: Level, device: Device) -> Level:
+        """Return a level as it is where a device stands."""
+        if not self._own or level.group_size is None:
+            return level
+        return self._own.get((level.name, device.id // level.group_size), level)
+
     def link(self, a: Device, b: Device) -> Link:
         """The link between two devices; :class:`TopologyError` when nothing joins them."""
         self._check(a)
@@ -283,8 +321,10 @@ class Topology:
 
     def _level(self, a: int, b: int) -> Level | None:
         for level in self._levels:
-            if level.group_size is None or a // level.group_size == b // level.group_size:
+            if level.group_size is None:
                 return level
+            if a // level.group_size == b // level.group_size:
+                return self._own.get((level.name, a // level.group_size), level) if self._own else level
         return None
 
     def _check(self, device: Device) -> None:
@@ -300,6 +340,10 @@ class Topology:
         levels = ", ".join(f"{level.name} of {level.group_size or 'all'}" for level in self._levels)
         pairs = f"{len(self._links) // 2} links" if self._links or not levels else ""
         return f"Topology({len(self._devices)} devices; {', '.join(filter(None, (levels, pairs)))})"
+
+
+def _direct(level: Level) -> Level:
+    return dataclasses.replace(level, start=0.0, segment_time=0.0)
 
 
 def _cut(devices: Sequence[Device], group_size: int | None) -> tuple[tuple[Device, ...], ...]:

@@ -106,7 +106,9 @@ class PlanEvaluator:
         self._built: set[Function] = set()
         self._limit = limit or MemoryLimit()
         self.usable = max(device.usable for device in problem.topology.devices)
-        kinds = {self.costs.spec(device): device for device in reversed(problem.topology.devices)}
+        links = problem.topology.kinds_of_links or (0,) * len(problem.topology.devices)
+        about = reversed([*zip(problem.topology.devices, links, strict=True)])
+        kinds = {(self.costs.spec(device), own): device for device, own in about}
         self._kinds = tuple(kinds.values())
 
     def using(self, plan: Plan) -> PlanEvaluator:

@@ -180,6 +180,8 @@ def digest_of(function: Function, topology: Topology, kernels: Kernels) -> str:
     """Return what is equal for searches of equal training steps, devices, links and kernels."""
     hashed = hashlib.sha256(pformat(function).encode())
     devices = [[getattr(d, name.name) for name in fields(d) if name.compare] for d in topology.devices]
-    links = topology.pair_links(topology.devices), topology.levels
+    every = [[topology.level_of(level, device) for level in topology.levels] for device in topology.devices]
+    inside = every if topology.kinds_of_links else []
+    links = topology.pair_links(topology.devices), topology.levels, inside
     hashed.update(repr((devices, links, kernels.name)).encode())
     return hashed.hexdigest()

@@ -173,4 +173,5 @@ def links_named(name: LinkName, topology: Topology) -> Iterable[Channel | Hop]:
         raise SimulationError(
             f"no level {wanted!r} in {topology}; its levels: {names}; or name a link by two devices"
         )
-    return tuple(dict.fromkeys(channel for device in devices for channel in port(device, level)))
+    ports = [port(device, topology.level_of(level, device)) for device in devices]
+    return tuple(dict.fromkeys(channel for each in ports for channel in each))
