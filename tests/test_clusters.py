@@ -254,6 +254,16 @@ def test_errors_are_in_the_words_of_the_file(tmp_path, case):
         load_cluster(write(tmp_path, text))
 
 
+@pytest.mark.parametrize("more", [[], ["--toml"]])
+@pytest.mark.parametrize("case", WRONG, ids=lambda case: case[1])
+def test_the_command_refuses_what_cannot_be_simulated(tmp_path, capsys, case, more):
+    text, *said = case
+    assert main(["clusters", write(tmp_path, text), *more]) == 2
+    found = capsys.readouterr()
+    assert all(part in found.err for part in ("mine.toml", *said))
+    assert not found.out
+
+
 @pytest.mark.parametrize("base", ["none-such", "mine.toml", "../presets/dgx-2", " "])
 def test_a_base_is_a_preset(tmp_path, base):
     with says(TopologyError, "mine.toml", "choose one of"):

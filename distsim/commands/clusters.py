@@ -8,7 +8,7 @@ from distsim.commands.options.cluster import add_settings
 from distsim.console.streams import say
 from distsim.console.terminal import for_terminal
 from distsim.errors import TopologyError
-from distsim.hardware import cluster_toml, describe, presets
+from distsim.hardware import cluster_toml, describe, load_cluster, presets
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -26,6 +26,8 @@ def run(options: argparse.Namespace) -> int:
         raise TopologyError("--set changes figures of a cluster: name one")
     if options.toml and not options.name:
         raise TopologyError("--toml prints the file of a cluster: name one")
+    if options.name:
+        load_cluster(options.name, options.set)  # refuses what a plan would be refused for
     if options.toml:
         say(cluster_toml(options.name, options.set))
     else:
