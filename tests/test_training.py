@@ -151,7 +151,8 @@ def test_an_objective_that_a_cluster_does_not_know_is_refused(results):
         with pytest.raises(PlanError, match=missing):
             str(ClusterComparison(results, name))
     unpriced = of_training(results, Training(1e9), dict.fromkeys(results, DeviceRates()))
-    assert "GPU-hours" in str(ClusterComparison(unpriced))
+    text = str(ClusterComparison(unpriced))
+    assert "GPU-hours" in text and "2 devices, 8 devices: without kWh: what a GPU draws is not known" in text
 
 
 def test_presets_have_dated_prices_and_hosts():
@@ -168,5 +169,16 @@ def test_nodes_of_several_kinds_have_no_one_price(tmp_path):
     file.write_text('base = "aws-p5"\n[[nodes]]\ncount = 1\n[[nodes]]\ncount = 1\nbase = "aws-p4d"\n')
     (mixed,) = sized_clusters([str(file)], None, [])
     assert len(mixed.topology.devices) == 16 and DeviceRates.of(mixed.figures) == DeviceRates()
+    rates = mixed.rates(None)
+    assert (rates.watts, rates.host_watts) == (
+        pytest.approx((700 + 400) / 2),
+        pytest.approx((575 + 412.5) / 2),
+    )
+    assert rates.price == pytest.approx((6.88 + DeviceRates.of(figures("aws-p4d")).price) / 2)
+    assert rates.kinds == 2 and mixed.rates(3.0).price == 3.0
+    (other,) = sized_clusters([str(file)], None, ["device.power=300W"])
+    assert other.rates(None).watts == pytest.approx((300 + 400) / 2)
+    file.write_text('base = "aws-p5"\n[[nodes]]\ncount = 3\n[[nodes]]\ncount = 1\nbase = "dgx-h100"\n')
+    assert (mixed.rates(None).price, mixed.rates(None).watts) == (None, 700.0)
     file.write_text('base = "aws-p5"\n[[nodes]]\ncount = 2\n')
     assert DeviceRates.of(mixed.figures).price == pytest.approx(6.88)

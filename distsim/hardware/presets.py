@@ -161,6 +161,13 @@ def table_and_figures(name: str, settings: Sequence[str] = ()) -> tuple[ClusterT
     return read.table, tuple(read.figures.values())
 
 
+def figures_by_kind(name: str, settings: Sequence[str] = ()) -> tuple[tuple[int, tuple[Figure, ...]], ...]:
+    """How many nodes there are of each of the ``[[nodes]]`` of a file, with the figures of its device; empty
+    without any."""
+    read = _read(name, settings)
+    return tuple([(kind.count, _kind(read, kind)[1]) for kind in read.table.nodes])
+
+
 def describe(name: str, settings: Sequence[str] = ()) -> str:
     """A preset as text: one line per figure, with where it comes from."""
     read = _read(name, settings)
@@ -183,6 +190,15 @@ def _changes(kind: NodesTable) -> str:
 
 def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device, count: int) -> Device:
     """Return the device of a kind of nodes: that of the file, or of its ``base``, with what it changes."""
+    table, figures = _kind(read, kind)
+    device = device_of(table, {figure.name: figure.si_value for figure in figures}, count)
+    if (device.block, device.segment) != (first.block, first.segment):
+        raise TopologyError("device.block and device.segment must be the same on all nodes")
+    return device
+
+
+def _kind(read: _ClusterFile, kind: NodesTable) -> tuple[DeviceTable, tuple[Figure, ...]]:
+    """Return the table and the figures of the device of a kind of nodes."""
     if kind.base is not None and kind.base not in presets():
         raise TopologyError(
             f"nodes: no preset is named {kind.base!r:.60}; choose one of {choices_for(kind.base, presets())}"
@@ -196,11 +212,7 @@ def _device_of_kind(read: _ClusterFile, kind: NodesTable, first: Device, count: 
     }
     own = replace(read, origin=f"{read.origin}: nodes", text="", settings=())
     table = cluster_table(own.origin, raw, "").device
-    found = {figure.name: figure.si_value for figure in _figures(own, table, ())}
-    device = device_of(table, found, count)
-    if (device.block, device.segment) != (first.block, first.segment):
-        raise TopologyError("device.block and device.segment must be the same on all nodes")
-    return device
+    return table, tuple(_figures(own, table, ()))
 
 
 def _levels_inside(base: str, node: int, levels: Sequence[Level]) -> list[Level]:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from distsim.errors import OptionError, PlanError, TopologyError
 from distsim.hardware import load_cluster
-from distsim.hardware.presets import Figure, table_and_figures
+from distsim.hardware.presets import Figure, figures_by_kind, table_and_figures
 from distsim.ir import Topology
 from distsim.plan_search.training.estimate import DeviceRates
 from distsim.schedule.refusals import count as count_of
@@ -47,8 +47,12 @@ class SizedCluster:
         return tuple(figure for figure in found if figure.name not in rates)
 
     def rates(self, price: float | None) -> DeviceRates:
-        """Return what a device costs and draws; a price that is given goes before its own."""
-        return DeviceRates.of(self.figures, price)
+        """Return what a device costs and draws, in the mean where kinds of nodes differ; a price that is
+        given goes before their own."""
+        kinds = () if isinstance(self.cluster, Topology) else figures_by_kind(self.cluster, self.settings)
+        if not kinds:
+            return DeviceRates.of(self.figures, price)
+        return DeviceRates.mean([(count, DeviceRates.of(figures, price)) for count, figures in kinds])
 
 
 def sized_clusters(

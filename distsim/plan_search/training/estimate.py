@@ -27,13 +27,33 @@ section 6); the mean of the industry is 1.56 (Uptime Institute, survey of 2024).
 class DeviceRates:
     """Dollars of a device for an hour, and the watts of a device and of its share of the host.
 
-    None where they are not known. ``price_source`` says whose price it is.
+    None where they are not known. ``price_source`` says whose price it is. Where there are several ``kinds``
+    of devices they are means over all of them, None where they are not known of each.
     """
 
     price: float | None = None
     price_source: str = ""
     watts: float | None = None
     host_watts: float | None = None
+    kinds: int = 1
+
+    @staticmethod
+    def mean(parts: Sequence[tuple[int, DeviceRates]]) -> DeviceRates:
+        """Return the means over kinds of devices, so many of each.
+
+        >>> DeviceRates.mean([(3, DeviceRates(watts=400.0)), (1, DeviceRates(2.0, watts=800.0))])
+        DeviceRates(price=None, price_source='', watts=500.0, host_watts=None, kinds=2)
+        """
+        every = [own for _, own in parts]
+        price = _mean([(count, own.price) for count, own in parts])
+        sources = dict.fromkeys(own.price_source for own in every)
+        return DeviceRates(
+            price,
+            "" if price is None else " and ".join(sources),
+            _mean([(count, own.watts) for count, own in parts]),
+            _mean([(count, own.host_watts) for count, own in parts]),
+            len(dict.fromkeys(every)),
+        )
 
     @staticmethod
     def of(figures: Sequence[Figure], price: float | None = None) -> DeviceRates:
@@ -47,6 +67,13 @@ class DeviceRates:
         source = "given" if price is not None else own.source if own else ""
         value = price if price is not None else own.si_value if own else None
         return DeviceRates(value, source, power if limit is None else limit, host)
+
+
+def _mean(parts: Sequence[tuple[int, float | None]]) -> float | None:
+    known = [(count, value) for count, value in parts if value is not None]
+    if len(known) < len(parts):
+        return None
+    return sum(count * value for count, value in known) / sum(count for count, _ in known)
 
 
 @dataclass(frozen=True)
@@ -186,7 +213,7 @@ class Objective:
 
 _WAYS = {
     "price": "its price: give --price, as 2.5",
-    "watts": "what it draws: give --set device.power=700W",
+    "watts": "what each of its GPUs draws: give --set device.power=700W, or power in [device] and [[nodes]]",
 }
 _DOLLARS = Objective("time", lambda estimate: estimate.token_dollars, "price")
 

@@ -143,8 +143,15 @@ class ClusterComparison(Mapping[str, SearchResult]):
                 names.setdefault(say(own), []).append(name)
             yield from (f"{', '.join(own)}: {note}" for note, own in names.items() if note)
         unpriced = [name for name, own in known.items() if own.rates.price is None]
-        if unpriced and any(own.training.tokens is not None for own in known.values()):
+        trains = any(own.training.tokens is not None for own in known.values())
+        if unpriced and trains:
             yield f"{', '.join(unpriced)}: without dollars: no price is known; give --price, of a GPU-hour"
+        unknown = [name for name, own in known.items() if own.rates.watts is None]
+        if unknown and (trains or len(unknown) < len(known)):
+            yield (
+                f"{', '.join(unknown)}: without kWh: what a GPU draws is not known of each; give --set "
+                "device.power=700W, or power in [device] and [[nodes]] of its file"
+            )
 
 
 def _reliability_note(own: TrainingEstimate) -> str:
@@ -166,10 +173,11 @@ def _price_note(own: TrainingEstimate) -> str:
 def _energy_note(own: TrainingEstimate) -> str:
     if own.rates.watts is None:
         return ""
-    host = own.rates.host_watts
+    host, kinds = own.rates.host_watts, own.rates.kinds
+    mean = f" (the mean of {kinds} kinds)" if kinds > 1 else ""
     return (
-        f"energy at {own.rates.watts:g} W a GPU and {'unknown, so 0' if host is None else f'{host:g}'} W of "
-        f"its host at all times, times a PUE of {own.training.pue:g}; without switches and storage"
+        f"energy at {own.rates.watts:g} W a GPU{mean} and {'unknown, so 0' if host is None else f'{host:g}'} "
+        f"W of its host at all times, times a PUE of {own.training.pue:g}; without switches and storage"
     )
 
 
