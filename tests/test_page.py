@@ -20,7 +20,8 @@ from distsim.errors import SimulationError
 from distsim.hardware import load_cluster
 from distsim.plan import Plan
 from distsim.plan_search import search
-from distsim.plan_search.views.page import plans_part
+from distsim.plan_search.views.cluster_comparison import ClusterComparison
+from distsim.plan_search.views.page import clusters_part, plans_part
 from distsim.report import page as pages
 from distsim.report.figures import StepFigures
 from distsim.report.page.document import SCRIPTS, embedded, page_text
@@ -77,9 +78,9 @@ def searched(tmp_path_factory):
     step = differentiate(small_gpt(), SGD())
     found = search(step, DGX, "dp=8|4|2,tp=1|2,pp=1|2,remat=none,microbatches=1|2,zero=0|1", top=3)
     best = simulated(found.best.text, small_gpt)
-    pages.write_page(
-        path, EVIL, [case(best, EVIL, notes=[EVIL], plans=plans_part(found)), case(best, "second")]
-    )
+    cases = [case(best, EVIL, notes=[EVIL], plans=plans_part(found)), case(best, "second")]
+    clusters = clusters_part(ClusterComparison({EVIL: found, "second": found}))
+    pages.write_page(path, EVIL, cases, clusters)
     return path, found, best
 
 
@@ -187,10 +188,17 @@ def test_commands_write_pages(capsys, tmp_path):
     assert f"page: {tmp_path / 'a.html'}" in out and first["plans"] is None
     assert f"MFU           {first['step']['figures']['mfu']:.1%}" in out
     sets = ("--plan", "tp=1|2,pp=1,remat=none,zero=0,microbatch_size=1", "--gpus", "2,4", "--top", 2)
-    run(capsys, "search", *model, *sets, "--html", tmp_path / "b.html")
-    two = document_of(tmp_path / "b.html")["cases"]
+    out, _ = run(capsys, "search", *model, *sets, "--html", tmp_path / "b.html")
+    document = document_of(tmp_path / "b.html")
+    two = document["cases"]
     assert [len(each["step"]["stages"]) for each in two] == [1, 1]
     assert [each["step"]["figures"]["devices"] for each in two] == [2, 4]
+    assert {row[0] for row in document["clusters"]["rows"]} == {each["name"] for each in two}
+    assert all(cell in out for row in document["clusters"]["rows"] for cell in row[1:])
+    assert document["clusters"]["header"][:3] == ["cluster", "step", "tokens/s"]
+    assert document["clusters"]["notes"] and all(note in out for note in document["clusters"]["notes"])
+    run(capsys, "search", *model, *sets[:2], "--html", tmp_path / "c.html")
+    assert document_of(tmp_path / "c.html")["clusters"] is None
 
 
 def test_a_page_needs_a_folder(tmp_path):
@@ -301,6 +309,18 @@ def test_plans_sort_and_filter(opened, searched):
     assert "a step" in opened.inner_text("#plans output")
     opened.select_option("#plans .controls select >> nth=0", "fits")
     assert set(column(opened, 7)) == {"fits"}
+
+
+@needs_browser
+def test_clusters_are_side_by_side_and_chosen(opened, searched):
+    rows = opened.query_selector_all("#clusters tbody tr")
+    assert [row.inner_text().split("\t")[0] for row in rows] == [EVIL, "second"]
+    assert "tokens/s" in opened.inner_text("#clusters thead")
+    opened.click("#clusters tbody tr >> nth=1")
+    assert opened.query_selector("#plans") is None
+    opened.click("#clusters tbody tr >> nth=0")
+    assert opened.query_selector("#plans") is not None
+    assert opened.input_value("#page > .controls select") == "0"
 
 
 @needs_browser

@@ -22,7 +22,7 @@ from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.estimate import OBJECTIVES, PUE
 from distsim.plan_search.training.goodput import FAILURES, RESTART, STORAGE
 from distsim.plan_search.views.cluster_comparison import ClusterComparison
-from distsim.plan_search.views.page import plans_part
+from distsim.plan_search.views.page import clusters_part, plans_part
 from distsim.plan_search.views.text import describe
 from distsim.report.figures import StepFigures
 from distsim.report.output import check_target, replacing
@@ -178,7 +178,10 @@ def run(options: argparse.Namespace) -> int:
         choices = searches.study.choices
         cases = [_page_case(options.model, each, result, choices) for each, result in found.items()]
         title = f"{options.model} on {', '.join(comparison)}"
-        Progress(sys.stderr).run(f"writing {options.html}", lambda: write_page(options.html, title, cases))
+        side_by_side = clusters_part(comparison) if len(cases) > 1 else None
+        Progress(sys.stderr).run(
+            f"writing {options.html}", lambda: write_page(options.html, title, cases, side_by_side)
+        )
         teller(options.json)(f"page: {options.html}")
     return 0 if any(result.fitting for result in comparison.values()) else OUT_OF_MEMORY
 

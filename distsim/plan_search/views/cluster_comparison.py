@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from html import escape
-from typing import Any
+from typing import Any, NamedTuple
 
 from distsim.extras import data_frame
 from distsim.plan_search.columns import short
@@ -14,6 +14,14 @@ from distsim.plan_search.training.columns import CostCell, cost_columns
 from distsim.plan_search.training.estimate import OBJECTIVES, OF_TRAINING, TrainingEstimate
 from distsim.simulation.explain.text import rate_text, seconds_text, table
 from distsim.simulation.quantities import bytes_label
+
+
+class ClusterTexts(NamedTuple):
+    """A table of clusters: a header, a row for each, the best first, and notes."""
+
+    header: list[str]
+    rows: list[list[str]]
+    notes: list[str]
 
 
 @dataclass(frozen=True, eq=False)
@@ -108,6 +116,11 @@ class ClusterComparison(Mapping[str, SearchResult]):
         return f"ClusterComparison({', '.join(f'{name}: {own}' for name, own in self.results.items())})"
 
     def __str__(self) -> str:
+        found = self.table()
+        return "\n".join([*table(found.header, found.rows, texts=1), *found.notes])
+
+    def table(self) -> ClusterTexts:
+        """Return what ``str`` shows, cell by cell; raises as :attr:`ranked`."""
         ordered = self.ranked
         known = [estimate for _, estimate in ordered if estimate is not None]
         columns = self._columns(known)
@@ -119,8 +132,7 @@ class ClusterComparison(Mapping[str, SearchResult]):
             ]
             for name, own in ordered
         ]
-        shown = table(["cluster", *columns, "best plan"], rows, texts=1)
-        return "\n".join([*shown, *self._notes(ordered)])
+        return ClusterTexts(["cluster", *columns, "best plan"], rows, [*self._notes(ordered)])
 
     def _columns(self, known: list[TrainingEstimate]) -> dict[str, CostCell]:
         """Return the columns, without those of which nothing is known on any cluster."""

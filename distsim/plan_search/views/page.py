@@ -1,4 +1,4 @@
-"""The plans of a search as what a page shows."""
+"""The plans of a search, and the clusters of several, as what a page shows."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 from distsim.plan_search.columns import page_cells, page_row, plan_columns, short
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.trial import STATUSES
+from distsim.plan_search.views.cluster_comparison import ClusterComparison
 
 MOST_PLANS = 5000
 """Plans of a page's table: those that fit first, the best of them first."""
@@ -33,6 +34,11 @@ def plans_part(result: SearchResult) -> dict[str, Any]:
         "differences": _differences(result),
         "left_out": len(every) - len(shown),
     }
+
+
+def clusters_part(comparison: ClusterComparison) -> dict[str, Any]:
+    """Return the clusters side by side, the best first, with what a training takes on each, and notes."""
+    return {"objective": comparison.objective, **comparison.table()._asdict()}
 
 
 def _differences(result: SearchResult) -> list[dict[str, Any]]:

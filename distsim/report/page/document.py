@@ -56,9 +56,18 @@ class PageCase:
         }
 
 
-def write_page(path: str | os.PathLike[str], title: str, cases: Sequence[PageCase]) -> None:
-    """Write a page of one or more cases; raise :class:`SimulationError` for a path that cannot be one."""
-    text = page_text({"title": title, "cases": [case.to_dict() for case in cases]})
+def write_page(
+    path: str | os.PathLike[str],
+    title: str,
+    cases: Sequence[PageCase],
+    clusters: Mapping[str, Any] | None = None,
+) -> None:
+    """Write a page of one or more cases; raise :class:`SimulationError` for a path that cannot be one.
+
+    ``clusters`` of several cases is what :func:`distsim.plan_search.views.page.clusters_part` returns.
+    """
+    shown = [case.to_dict() for case in cases]
+    text = page_text({"title": title, "cases": shown, "clusters": clusters})
     with replacing(path) as file:
         file.write(text.encode())
 

@@ -125,13 +125,28 @@ function casePart(item) {
   return [...parts, assumptionsSection(item), ...(item.accuracy ? [accuracySection(item.accuracy)] : [])];
 }
 
+function clustersSection({ objective, header, rows, notes }, chosen) {
+  const table = new SortedTable(header.map((label, n) => ({
+    label, kind: n === 0 ? "text" : n === header.length - 1 ? "long" : "",
+    ...(n === header.length - 1 ? { node: row => broken(row[n]) } : { text: row => row[n] }),
+  })), rows, { chosen: row => { table.select(row); chosen(row[0]); } });
+  return section("clusters", "Clusters", soft(`The best by ${objective} first. Tap one to see its plans.`), table.element,
+    notes.length ? make("ul", {}, ...notes.map(note => make("li", {}, note))) : null);
+}
+
 {
   const shown = JSON.parse(document.getElementById("data").textContent);
   const place = make("div");
   const show = number => place.replaceChildren(...casePart(shown.cases[Number(number)]));
   const several = shown.cases.length > 1
     ? make("div", { class: "controls" }, choice("cluster", shown.cases.map((item, n) => [String(n), item.name]), show)) : null;
-  document.getElementById("page").replaceChildren(make("h1", {}, shown.title), ...(several ? [several] : []), place,
+  const choose = name => {
+    const list = several.querySelector("select");
+    list.value = String(shown.cases.findIndex(item => item.name === name));
+    show(list.value);
+  };
+  const clusters = several && shown.clusters ? [clustersSection(shown.clusters, choose)] : [];
+  document.getElementById("page").replaceChildren(make("h1", {}, shown.title), ...clusters, ...(several ? [several] : []), place,
     make("footer", {}, "Made by distsim: simulated, not measured."));
   show(0);
 }
