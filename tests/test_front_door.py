@@ -288,6 +288,18 @@ def test_search_finds_what_the_command_finds(capsys, tmp_path):
     assert re.search(r"dp=2,tp=4\S* \(yours\)", capsys.readouterr().out)
 
 
+def test_the_simulation_that_a_search_found_is_that_of_simulate():
+    sets = "tp=1|2,pp=1,zero=1,remat=none,microbatch_size=1"
+    found = distsim.search(GPT, "dgx-a100", sets, 16, against="dp=2,tp=2")
+    alone = distsim.simulate(GPT, "dgx-a100", found.best.plan, 16)
+    own, theirs = found.simulation.to_dict(), alone.to_dict()
+    assert {name: own[name] for name in own if name != "notes"} == {n: theirs[n] for n in own if n != "notes"}
+    assert (found.simulation.mfu, found.simulation.tokens_per_second) == (found.mfu, found.tokens_per_second)
+    assert found.simulation.known_step.name == GPT and found.simulation._repr_html_()
+    assert found.simulate(found.own.plan).mfu == distsim.simulate(GPT, "dgx-a100", found.own.plan, 16).mfu
+    assert len(distsim.compare(alone, found.simulation, found.simulate(found.own.plan)).steps) == 3
+
+
 def test_search_of_clusters_is_what_the_command_finds(capsys, tmp_path):
     pytest.importorskip("pandas")
     sets = "tp=1,pp=1,zero=1,remat=none,microbatch_size=1"

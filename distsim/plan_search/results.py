@@ -170,11 +170,17 @@ class SearchResult:
 
     @cached_property
     def simulation(self) -> Simulation:
-        """The simulated step of the best plan, to look into; raises as :attr:`best`."""
-        return self._evaluator.simulate(self.best.plan)
+        """The simulated step of the best plan, as :func:`distsim.simulate` has it; raises as :attr:`best`."""
+        return self.simulate(self.best.plan)
 
-    def _simulated(self, plan: Plan) -> Simulation:
-        return self._evaluator.using(plan).simulate(plan)
+    def simulate(self, plan: Plan) -> Simulation:
+        """Return the simulated step of a plan, of the space or not.
+
+        Raises :class:`PlanError` for one that does not suit the model or the cluster.
+        """
+        made = self._evaluator.using(plan).simulate(plan)
+        made.step = self.step.by(str(plan))
+        return made
 
     @cached_property
     def _evaluator(self) -> PlanEvaluator:
@@ -191,7 +197,7 @@ class SearchResult:
     def _figures_of(self, trial: PlanTrial) -> StepFigures:
         if trial.text not in self._figures:
             best = bool(self.fitting) and trial.text == self.best.text
-            simulation = self.simulation if best else self._simulated(trial.plan)
+            simulation = self.simulation if best else self.simulate(trial.plan)
             counted = self.step.tokens, self.step.unit
             self._figures[trial.text] = StepFigures.of(trial.text, simulation, counted, self.step.flops)
         return self._figures[trial.text]

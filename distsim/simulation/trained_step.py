@@ -54,12 +54,20 @@ class SearchedStep(TrainedStep):
 
     ``peak``: the FLOP/s of a device in the type of most FLOPs, the mean where these differ; 0 where there are
     none. ``state_bytes`` are
-    those of parameters and optimizer state, of which a checkpoint has one copy.
+    those of parameters and optimizer state, of which a checkpoint has one copy. ``label`` and ``cluster`` are
+    what people call the model and the topology, where that is known.
     """
 
     peak: float = 0.0
     state_bytes: int = 0
     topology: Topology = field(default_factory=Topology, repr=False)
+    label: str = ""
+    cluster: str = ""
+
+    def by(self, plan: str) -> PlannedStep:
+        """Return it under a plan."""
+        about = self.samples, self.sequence, self.flops, self.trains
+        return PlannedStep(self.label or self.name, *about, self.cluster or str(self.topology), plan)
 
     def mfu(self, seconds: float) -> float:
         """Return the share of the peak of all devices that the model's own FLOPs reach in so many seconds."""

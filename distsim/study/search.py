@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -219,7 +219,7 @@ class ClusterSearches:
         against = None if options.against is None else self.study.choices.plan(options.against)
         journal = _journal(options.journal, cluster, alone)
         begun = journal is not None and journal.exists()  # a search may have stopped before this cluster
-        return SearchRun(
+        found = SearchRun(
             self.study.problem(topology, OBJECTIVES[options.objective].plan, options.top),
             plans,
             workers,
@@ -231,6 +231,8 @@ class ClusterSearches:
             against,
             self.costs[cluster.shown],
         ).run()
+        known = replace(found.step, label=self.study.model.options.label, cluster=cluster.shown)
+        return replace(found, step=known)
 
 
 def _subject(options: ModelOptions, cluster: SizedCluster) -> str:
