@@ -300,6 +300,19 @@ def test_the_simulation_that_a_search_found_is_that_of_simulate():
     assert len(distsim.compare(alone, found.simulation, found.simulate(found.own.plan)).steps) == 3
 
 
+def test_mfu_of_a_search_counts_the_vocabulary_as_each_plan_pads_it():
+    sets = "tp=1|8,pp=1,zero=0,remat=none,microbatches=1"
+    sizes = {"batch": 8, "stack": "megatron"}
+    found = distsim.search("gpt2:layers=1", "dgx-a100", sets, **sizes)
+    flops: list[float] = []
+    for trial in found.fitting:
+        alone = distsim.simulate("gpt2:layers=1", "dgx-a100", trial.plan, **sizes)
+        assert (found.mfu_of(trial), found.rows()[len(flops)]["mfu"]) == (alone.mfu, alone.mfu)
+        flops.append(alone.known_step.flops)
+    # 50,257 rows are padded to a multiple of 128 tp; three products of each.
+    assert abs(flops[1] - flops[0]) == 3 * 2 * 8 * 1024 * 768 * (51200 - 50304)
+
+
 def test_search_of_clusters_is_what_the_command_finds(capsys, tmp_path):
     pytest.importorskip("pandas")
     sets = "tp=1,pp=1,zero=1,remat=none,microbatch_size=1"

@@ -217,7 +217,7 @@ def _page_case(model: str, cluster: SizedCluster, result: SearchResult, choices:
     if not result.fitting:
         return PageCase(name, about, named, None, notes, plans_part(result))
     simulation, step = result.simulation, result.step
-    figures = StepFigures.of(name, simulation, (step.tokens, step.unit), step.flops)
+    figures = StepFigures.of(name, simulation, (step.tokens, step.unit), step.flops_by(result.best.plan))
     about["best plan"] = result.best.text
     notes += simulation.notes
     return PageCase(name, about, named, (simulation, figures), notes, plans_part(result))

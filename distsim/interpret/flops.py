@@ -30,7 +30,8 @@ def count_model_flops(function: Function) -> float:
     and llm-foundry: products only, those of attention over all pairs of query and key, also those that a
     causal mask or a window hides, and nothing that is computed again. Of a decoder's step that is
     6 N + 12 L h s a token, N being the weights of its products: however attention runs, in whatever precision
-    and kernels.
+    and kernels. Rows by which a vocabulary is padded are among them, as in Megatron-LM
+    (``num_floating_point_operations`` of megatron/training/training.py takes ``args.padded_vocab_size``).
 
     >>> from distsim.models import mlp
     >>> count_model_flops(mlp(layers=1, width=4, batch=2))

@@ -119,9 +119,9 @@ def _speed(step: SearchedStep) -> tuple[PlanColumn, ...]:
             page=PageCell(4, rate, "figure"),
         ),
         _figure(
-            lambda trial: step.mfu(trial.seconds) if trial.simulated else None,
+            lambda trial: step.mfu(trial.seconds, trial.plan) if trial.simulated else None,
             ("mfu", "mfu"),
-            lambda trial: f"{step.mfu(trial.seconds):.1%}",
+            lambda trial: f"{step.mfu(trial.seconds, trial.plan):.1%}",
             PageCell(3, "MFU", "share"),
         ),
     )

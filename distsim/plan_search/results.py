@@ -148,7 +148,7 @@ class SearchResult:
 
     def mfu_of(self, trial: PlanTrial) -> float:
         """Return the share of the peak of all devices that the model's own FLOPs reach in a step."""
-        return self.step.mfu(trial.seconds)
+        return self.step.mfu(trial.seconds, trial.plan)
 
     @property
     def mfu(self) -> float:
@@ -179,7 +179,7 @@ class SearchResult:
         Raises :class:`PlanError` for one that does not suit the model or the cluster.
         """
         made = self._evaluator.using(plan).simulate(plan)
-        made.step = self.step.by(str(plan))
+        made.step = self.step.by(plan)
         return made
 
     @cached_property
@@ -199,7 +199,8 @@ class SearchResult:
             best = bool(self.fitting) and trial.text == self.best.text
             simulation = self.simulation if best else self.simulate(trial.plan)
             counted = self.step.tokens, self.step.unit
-            self._figures[trial.text] = StepFigures.of(trial.text, simulation, counted, self.step.flops)
+            flops = self.step.flops_by(trial.plan)
+            self._figures[trial.text] = StepFigures.of(trial.text, simulation, counted, flops)
         return self._figures[trial.text]
 
     def rows(self) -> list[dict[str, Any]]:

@@ -261,10 +261,25 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     traits = ModelTraits.of(function)
     devices = problem.topology.devices
     peak = PeakRate.of(all_ops(function), devices).total / len(devices)
-    flops = count_model_flops(function)
+    counted = ModelFlops(problem.model)
     parameters, state, _ = PlanBounds(function, problem.topology, problem.kernels).held
-    step = function.name, traits.batch, traits.sequence, flops
-    return SearchedStep(*step, peak=peak, state_bytes=parameters + state, topology=problem.topology)
+    step = SearchedStep(function.name, traits.batch, traits.sequence, counted(plan), flops_of=counted)
+    return replace(step, peak=peak, state_bytes=parameters + state, topology=problem.topology)
+
+
+@dataclass(frozen=True, eq=False)
+class ModelFlops:
+    """Counts the FLOPs of the model of a step as a plan divides it, once for plans that divide the same."""
+
+    model: ModelOf
+    _counted: dict[Function, float] = field(default_factory=dict[Function, float])
+
+    def __call__(self, plan: Plan) -> float:
+        """Return them."""
+        function = self.model(plan)
+        if function not in self._counted:
+            self._counted[function] = count_model_flops(function)
+        return self._counted[function]
 
 
 def _unit(

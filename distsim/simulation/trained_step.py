@@ -3,11 +3,12 @@ peak that utilisation (MFU, HFU) is a share of."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from distsim.cost.efficiency import matrix_type
 from distsim.ir import Device, Op, Topology
+from distsim.plan import Plan
 from distsim.schedule.refusals import count
 
 
@@ -55,7 +56,8 @@ class SearchedStep(TrainedStep):
     ``peak``: the FLOP/s of a device in the type of most FLOPs, the mean where these differ; 0 where there are
     none. ``state_bytes`` are
     those of parameters and optimizer state, of which a checkpoint has one copy. ``label`` and ``cluster`` are
-    what people call the model and the topology, where that is known.
+    what people call the model and the topology, where that is known. ``flops_of`` a plan are the FLOPs of the
+    model as it divides it, where plans differ in that: a stack may pad the vocabulary for ranks of tp.
     """
 
     peak: float = 0.0
@@ -63,16 +65,21 @@ class SearchedStep(TrainedStep):
     topology: Topology = field(default_factory=Topology, repr=False)
     label: str = ""
     cluster: str = ""
+    flops_of: Callable[[Plan], float] | None = field(default=None, repr=False, compare=False)
 
-    def by(self, plan: str) -> PlannedStep:
+    def by(self, plan: Plan) -> PlannedStep:
         """Return it under a plan."""
-        about = self.samples, self.sequence, self.flops, self.trains
-        return PlannedStep(self.label or self.name, *about, self.cluster or str(self.topology), plan)
+        about = self.samples, self.sequence, self.flops_by(plan), self.trains
+        return PlannedStep(self.label or self.name, *about, self.cluster or str(self.topology), str(plan))
 
-    def mfu(self, seconds: float) -> float:
+    def flops_by(self, plan: Plan | None) -> float:
+        """Return the FLOPs of the model under a plan."""
+        return self.flops if plan is None or self.flops_of is None else self.flops_of(plan)
+
+    def mfu(self, seconds: float, plan: Plan | None = None) -> float:
         """Return the share of the peak of all devices that the model's own FLOPs reach in so many seconds."""
         peak = self.peak * len(self.topology.devices)
-        return self.flops / (seconds * peak) if peak and seconds else 0.0
+        return self.flops_by(plan) / (seconds * peak) if peak and seconds else 0.0
 
     def rate(self, seconds: float) -> float:
         """Return the tokens, or samples where there are none, of a second and a device."""

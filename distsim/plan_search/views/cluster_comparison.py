@@ -140,7 +140,7 @@ class ClusterComparison(Mapping[str, SearchResult]):
         return {
             "step": lambda own: seconds_text(own.trial.seconds),
             f"{unit}/s": lambda own: rate_text(own.step.tokens / own.trial.seconds),
-            "MFU": lambda own: f"{own.step.mfu(own.trial.seconds):.1%}",
+            "MFU": lambda own: f"{own.step.mfu(own.trial.seconds, own.trial.plan):.1%}",
             "memory": lambda own: bytes_label(own.trial.peak),
             "goodput": lambda own: f"{own.goodput.share:.1%}",
             **cost_columns(known, unit),
