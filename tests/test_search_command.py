@@ -180,6 +180,25 @@ def test_a_journal_of_another_search_is_refused(capsys, tmp_path):
     assert main([*other, *few, "--resume"]) == 2
     err = capsys.readouterr().err
     assert "is the journal of another search: gpt:layers=2" in err and "on dgx-a100, batch=16, not" in err
+    assert "cluster is dgx-h100, and was dgx-a100; name its own" in err
+    for more, said in (
+        (["--batch", "32"], "batch is 32, and was 16; name its own"),
+        (["--clip", "0.5"], "clip is 0.5, and was not given; name its own"),
+        (["--kernels", "compiled"], "kernels is compiled, and was eager; name its own"),
+        (
+            ["--set", "device.memory=40GiB"],
+            "set is device.memory=40GiB, and was not given; device.memory is 42949672960.0, and was 85899",
+        ),
+    ):
+        assert main([*map(str, MODEL), *more, *few, "--resume"]) == 2
+        assert said in capsys.readouterr().err
+    older = json.loads(journal.read_text().splitlines()[0])
+    without = {name: value for name, value in older.items() if name != "asked"} | {"digest": "another"}
+    for head in (without, older | {"digest": "another"}, older | {"digest": "another", "asked": [1]}):
+        journal_of_old = tmp_path / "old.jsonl"
+        journal_of_old.write_text(json.dumps(head) + "\n")
+        assert main([*map(str, MODEL), *few[:2], "--journal", str(journal_of_old), "--resume"]) == 2
+        assert "but not the file of the model, or the devices" in capsys.readouterr().err
 
     head, *lines = journal.read_text().splitlines(keepends=True)
     older = head.replace(f'"{format_of(PlanTrial)}"', "4") + "".join(lines)

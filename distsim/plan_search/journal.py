@@ -12,8 +12,8 @@ import json
 import os
 import time
 import zlib
-from collections.abc import Mapping
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, is_dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NamedTuple, cast, get_args, get_type_hints
@@ -26,9 +26,14 @@ from distsim.plan_search.trial import PlanTrial
 from distsim.report.output import check_target, replacing
 from distsim.transforms.kernels.policies import Kernels
 
+MOST_NAMED = 4
+"""As how many options and figures in which a journal is of another search are named at most."""
+
+Raw = dict[Any, Any]
+
 _CHECK = "crc"
 _SYNC_SECONDS = 2.0
-_NAMES = {field.name for field in fields(PlanTrial)}
+_NAMES = {own.name for own in fields(PlanTrial)}
 
 
 def format_of(kind: type) -> str:
@@ -54,17 +59,23 @@ def distsim_version() -> str:
 
 @dataclass(frozen=True)
 class TrialJournal:
-    """A journal in a file: ``subject`` is what people call the search, ``digest`` tells it from others."""
+    """A journal in a file: ``subject`` is what people call the search, ``digest`` tells it from others.
+
+    ``asked`` are the options that were asked for and the figures of the cluster, by name, as text: where
+    digests differ they say in what.
+    """
 
     path: Path
     subject: str
     digest: str
+    asked: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def begin(self) -> None:
         """Write the first line of a new file; raise :class:`SimulationError` where there is one already."""
         check_new(self.path)
         head = {"format": format_of(PlanTrial), "version": distsim_version()}
-        line = json.dumps({**head, "subject": self.subject, "digest": self.digest})
+        about = {"subject": self.subject, "digest": self.digest, "asked": dict(self.asked)}
+        line = json.dumps({**head, **about})
         with replacing(self.path) as file:  # there is no moment at which it is there without its first line
             file.write(f"{line}\n".encode())
 
@@ -98,8 +109,8 @@ class TrialJournal:
         if head["digest"] != self.digest:
             raise SimulationError(
                 f"{self.path} is the journal of another search: {head.get('subject', 'unknown')}, not "
-                f"{self.subject} as it is now, options and figures of the cluster as well; name its own, or "
-                "another file without --resume"
+                f"{self.subject}: {self._differences(head.get('asked'))}; name its own, or another file "
+                "without --resume"
             )
         if rest:
             os.truncate(self.path, self.path.stat().st_size - len(rest))
@@ -108,6 +119,29 @@ class TrialJournal:
         return JournalContent(
             {trial.text: trial for trial in trials}, len(lines) - 1 - len(trials) + bool(rest)
         )
+
+    def _differences(self, was: object) -> str:
+        """Say which options and figures were others, those that were asked for first, with both values."""
+        told = (
+            {str(name): str(each) for name, each in cast(Raw, was).items()} if isinstance(was, dict) else {}
+        )
+        names = [
+            name for name in dict.fromkeys((*self.asked, *told)) if told.get(name) != self.asked.get(name)
+        ]
+        if "cluster" in names:  # another one has other figures
+            names = [name for name in names if name != "devices" and "." not in name]
+        if not told or not names:
+            same = "options and figures" if told else "its options"
+            return f"{same} that it names are the same, but not the file of the model, or the devices"
+        said = [
+            f"{name} is {_shown(self.asked.get(name))}, and was {_shown(told.get(name))}" for name in names
+        ]
+        more = f"; {len(names) - MOST_NAMED} others" if len(names) > MOST_NAMED else ""
+        return "; ".join(said[:MOST_NAMED]) + more
+
+
+def _shown(value: str | None) -> str:
+    return "not given" if value is None else f"{value:.200}"
 
 
 def check_new(path: Path) -> None:
@@ -185,3 +219,32 @@ def digest_of(function: Function, topology: Topology, kernels: Kernels) -> str:
     links = topology.pair_links(topology.devices), topology.levels, inside
     hashed.update(repr((devices, links, kernels.name)).encode())
     return hashed.hexdigest()
+
+
+def figures_of(topology: Topology) -> dict[str, str]:
+    """Return the figures of the first device and of the levels by name, and how many devices there are.
+
+    >>> from distsim.hardware import load_cluster
+    >>> found = figures_of(load_cluster("dgx-a100"))
+    >>> found["devices"], found["device.memory"], found["nvlink.link.bandwidth"]
+    ('8', '85899345920.0', '300000000000.0')
+    """
+    found = {"devices": str(len(topology.devices))}
+    for device in topology.devices[:1]:
+        found |= dict(_leaves("device", device))
+    for level in topology.levels:
+        found |= dict(_leaves(level.name, level))
+    return found
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """Yield what is in a record of records and of pairs of a name and a value, by its path, as text."""
+    if is_dataclass(value):
+        for own in fields(value):
+            if own.compare:
+                yield from _leaves(f"{name}.{own.name}", getattr(value, own.name))
+    elif isinstance(value, tuple):
+        for key, each in cast(tuple[tuple[str, Any], ...], value):
+            yield from _leaves(f"{name}.{key}", each)
+    else:
+        yield name, str(value)

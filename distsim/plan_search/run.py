@@ -21,7 +21,7 @@ from distsim.ir import Function, Topology, all_ops
 from distsim.plan import Plan
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
-from distsim.plan_search.journal import JournalWriter, TrialJournal, digest_of
+from distsim.plan_search.journal import JournalWriter, TrialJournal, digest_of, figures_of
 from distsim.plan_search.ordering import PlanQueue
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
@@ -125,8 +125,9 @@ class SearchRun:
     ``workers``: how many processes, None for as many as there is work for, or those of an executor.
     ``subject`` is what people call it; ``watch`` is told how far it is, ``notice`` with what it goes on.
     ``against``: a plan, in the space or not, with which the best are compared; ``costs``: what a training
-    takes. Raises :class:`PlanError` for no plans, an unknown objective, fewer than one plan that is wanted,
-    and for a plan to compare with that does not suit the model or the cluster.
+    takes; ``asked`` the options of the search by name, which its journal has. Raises :class:`PlanError` for
+    no plans, an unknown objective, fewer than one plan that is wanted, and for a plan to compare with that
+    does not suit the model or the cluster.
     """
 
     problem: SearchProblem
@@ -139,6 +140,7 @@ class SearchRun:
     notice: Callable[[str], None] | None = None
     against: Plan | None = None
     costs: TrainingCosts = field(default_factory=TrainingCosts)
+    asked: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
         if self.problem.objective not in OBJECTIVES:
@@ -239,7 +241,8 @@ class SearchRun:
             return {}
         problem = self.problem
         digest = digest_of(problem.model(Plan()), problem.topology, problem.kernels)
-        journal = TrialJournal(self.journal, self.subject, digest)
+        asked = {**self.asked, "kernels": problem.kernels.name, **figures_of(problem.topology)}
+        journal = TrialJournal(self.journal, self.subject, digest, asked)
         if self.resume:
             content = journal.read()
             if self.notice is not None:

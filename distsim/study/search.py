@@ -7,7 +7,7 @@ import re
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Unpack, overload
 
@@ -25,7 +25,7 @@ from distsim.plan_search.workers import RemoteWorkers, dask_workers
 from distsim.schedule.refusals import count
 from distsim.study.choices import Choices
 from distsim.study.clusters import Cluster, SizedCluster, sized_clusters
-from distsim.study.options import Model, ModelOptions, check_keywords, options_of
+from distsim.study.options import Model, ModelOptions, check_keywords, options_of, says
 from distsim.study.plans import ModelOfPlans
 from distsim.study.search_options import SearchKeywords, SearchOptions
 
@@ -230,6 +230,7 @@ class ClusterSearches:
             say,
             against,
             self.costs[cluster.shown],
+            _asked(self.study.model.options, cluster),
         ).run()
         known = replace(found.step, label=self.study.model.options.label, cluster=cluster.shown)
         return replace(found, step=known)
@@ -241,6 +242,18 @@ def _subject(options: ModelOptions, cluster: SizedCluster) -> str:
     asked = {name: getattr(options, name) for name in names}
     said = [f"{name}={value}" for name, value in asked.items() if isinstance(value, str | int)]
     return ", ".join([f"{options.label} on {cluster.shown}", *said])
+
+
+def _asked(options: ModelOptions, cluster: SizedCluster) -> dict[str, str]:
+    """Return the options that say what is searched, by name, as text; of objects the names that they have."""
+    asked = {own.name: getattr(options, own.name) for own in fields(options) if own.name != "plan"}
+    asked |= {"model": options.label, "cluster": cluster.shown, "set": ", ".join(cluster.settings) or None}
+    texts = {
+        name: value if isinstance(value, str) else getattr(value, "name", None) or str(value)
+        for name, value in asked.items()
+        if says(value) and name != "from_file"
+    }
+    return texts
 
 
 def _journal(path: str | os.PathLike[str] | None, cluster: SizedCluster, alone: bool) -> Path | None:
