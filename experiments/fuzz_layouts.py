@@ -151,7 +151,7 @@ def with_buckets(plan: Plan) -> Plan:
     rng = Random(f"buckets {plan}")
     return replace(
         plan,
-        bucket="auto" if plan.zero == 3 else rng.choice(("auto", "1", "400", "100p", "megatron")),
+        bucket="auto" if plan.zero == 3 else rng.choice(("auto", "1B", "400B", "100p", "megatron")),
         overlap_grads=rng.choice(("on", "on", "off")),
         overlap_params=rng.choice(("on", "off")) if plan.zero in (1, 2) else "off",
         reshard=plan.reshard if plan.zero < 3 else rng.choice((plan.reshard, plan.reshard, "auto")),

@@ -58,7 +58,7 @@ def by_parallelize(function: Function, layout: common.Layout, topology: Topology
     """Seconds of a step, through a Program; gradients are reduced as DistIR does, each after the backward
     pass."""
     degrees = layout.dp, layout.hp, layout.pp, layout.microbatches
-    plan = Plan(*degrees, bucket="1", overlap_grads="off")
+    plan = Plan(*degrees, bucket="1B", overlap_grads="off")
     return Simulator(costs).simulate(parallelize(function, plan, topology)).step_time
 
 

@@ -66,7 +66,7 @@ def every_pair(*choices):
 def test_every_rank_computes_the_same_step(model, policy, plan, zero):
     zero, overlap = zero
     order = schedule(plan.schedule, plan.pp, plan.microbatches)
-    bucket = "" if zero == 3 else ",bucket=300"
+    bucket = "" if zero == 3 else ",bucket=300B"
     fields = f"zero={zero}{bucket},overlap_grads={overlap}"
     program = laid_out(
         joint_of(model, policy), mesh_of(plan.dp, plan.tp, plan.pp), order, zero=fields, sp=plan.sp
@@ -76,7 +76,7 @@ def test_every_rank_computes_the_same_step(model, policy, plan, zero):
 
 @pytest.mark.parametrize(
     ("model", "policy", "plan", "fields"),
-    every_pair([*PLANS, Plan(2)], ["zero=1,remat=full", "zero=2,bucket=300"]),
+    every_pair([*PLANS, Plan(2)], ["zero=1,remat=full", "zero=2,bucket=300B"]),
     ids=str,
 )
 def test_parameters_gathered_in_the_next_forward_are_those_of_the_same_step(model, policy, plan, fields):
@@ -100,7 +100,7 @@ def pipelined():
     return joint, inputs, SequentialExecutor().compute(joint, inputs)
 
 
-DIVIDED = ("zero=0,bucket=500", "zero=1,bucket=500,overlap_params=on", "zero=3")
+DIVIDED = ("zero=0,bucket=500B", "zero=1,bucket=500B,overlap_params=on", "zero=3")
 FLUSHING = [name for name in SCHEDULES if not name.startswith("pipedream")]
 """Weights that stages share need a flush."""
 
@@ -369,7 +369,11 @@ def test_a_bucket_is_one_message():
 
 
 def test_bad_buckets_are_refused():
-    assert parse_bucket("25MiB").limit == 25 * 2**20 and parse_bucket("7").limit == 7
+    assert parse_bucket("25MiB").limit == 25 * 2**20 and parse_bucket("7B").limit == 7
+    assert parse_bucket("1024").limit == 1024
+    for text in ("25", "1023"):
+        with pytest.raises(PlanError, match=f"write bucket={text}MiB, or bucket={text}B for bytes"):
+            Plan.parse(f"dp=2,bucket={text}")
     for text in ("0", "25 MiB", "1.5MiB", "-3", "x", "", "5q"):
         with pytest.raises(PlanError, match=r"bucket=.* is unknown; choose one of auto, torch"):
             Plan.parse(f"dp=2,bucket={text or 'none'}")

@@ -85,7 +85,7 @@ def test_every_rank_computes_the_same_step(text):
     [
         ("fused", "dp=2,microbatches=2,bucket=megatron,overlap_grads=off", 1, 1),
         ("fused_2021", "dp=2,pp=2,zero=1,microbatches=2,bucket=megatron,overlap_grads=off", 2, 1),
-        ("fused", "dp=2,microbatches=2,bucket=1000,overlap_grads=on", None, 1),
+        ("fused", "dp=2,microbatches=2,bucket=1000B,overlap_grads=on", None, 1),
         ("eager_deepspeed", "dp=2,zero=2,microbatches=4,bucket=deepspeed,overlap_grads=off", 4, 4),
         ("fused_deepspeed", "dp=2,zero=1,bucket=nanotron,overlap_grads=off", 1, 1),
         ("fused", "dp=2,zero=3", 0, 0),
@@ -148,7 +148,7 @@ def test_the_norm_of_a_buffer_is_that_of_all_its_gradients():
     [
         ("fused", "dp=2,microbatches=2,bucket=megatron,overlap_grads=off", "mixed", 1),
         ("fused_loss", "dp=2,pp=2,zero=1,microbatches=2,bucket=megatron,overlap_grads=off", "", 2),
-        ("fused", "dp=2,microbatches=2,bucket=1000,overlap_grads=on", "", None),
+        ("fused", "dp=2,microbatches=2,bucket=1000B,overlap_grads=on", "", None),
         ("fused", "dp=2,microbatches=2,bucket=megatron,overlap_grads=off", "mixed_fp16", 0),
         ("fused", "dp=2,microbatches=2,bucket=megatron,overlap_grads=off", "fp32:loss_scale=1024", 0),
         ("fused_waiting", "dp=2,bucket=megatron,overlap_grads=off", "", 0),

@@ -42,9 +42,9 @@ MODELS = {
 LAYOUTS = [
     ("llama", "dp=4,zero=1,zero_ranks=2"),
     ("llama", "dp=8,zero=3,zero_ranks=4,bucket=auto"),
-    ("llama", "dp=4,zero=1,zero_ranks=2,microbatches=2,bucket=400"),
+    ("llama", "dp=4,zero=1,zero_ranks=2,microbatches=2,bucket=400B"),
     ("llama", "dp=4,zero=1,zero_ranks=2,microbatches=2,overlap_grads=off,overlap_params=on"),
-    ("llama", "dp=4,zero=2,zero_ranks=2,microbatches=2,bucket=400,overlap_params=on"),
+    ("llama", "dp=4,zero=2,zero_ranks=2,microbatches=2,bucket=400B,overlap_params=on"),
     ("llama", "dp=4,zero=2,zero_ranks=2,microbatches=2,overlap_grads=off,cp=2,cp_kind=ring"),
     ("llama", "dp=4,zero=3,zero_ranks=2,microbatches=2,remat=full"),
     ("llama", "dp=4,zero=3,zero_ranks=2,tp=2,sp=on,pp=2,microbatches=2,reshard=auto"),
@@ -245,7 +245,7 @@ def test_experts_that_a_group_has_once_are_reduced_between_groups_when_others_ar
 
 def test_a_part_is_reduced_between_groups_with_its_bucket():
     """As many messages as within groups."""
-    for text in ("zero=1,bucket=400", "zero=2,bucket=400,microbatches=2", "zero=3,microbatches=2"):
+    for text in ("zero=1,bucket=400B", "zero=2,bucket=400B,microbatches=2", "zero=3,microbatches=2"):
         program = step_on("fsdp2", f"dp=4,zero_ranks=2,{text}")
         moved = Counter[str]()
         for op in all_ops(program.to_function()):
@@ -256,7 +256,7 @@ def test_a_part_is_reduced_between_groups_with_its_bucket():
 
 def test_one_bucket_goes_between_groups_while_another_is_scattered_within_them():
     """On a stream of its own, as FSDP2's: wires here are so slow that both wait for them."""
-    topology, plan = topology_of(4, gbps=0.01), Plan.parse("dp=4,zero=1,zero_ranks=2,bucket=1")
+    topology, plan = topology_of(4, gbps=0.01), Plan.parse("dp=4,zero=1,zero_ranks=2,bucket=1B")
     costs = CostModel(topology)
     simulation = Simulator(costs).simulate(parallelize(trained("mixed"), plan, topology))
     within, between = (
@@ -277,7 +277,7 @@ BYTES = [
 @pytest.mark.parametrize(("policy", "stage", "whole", "divided"), BYTES, ids=str)
 def test_bytes_a_parameter_are_those_of_the_ranks_of_a_group(policy, stage, whole, divided):
     """At the peak of a step of many microbatches all gradients are there, and the sum of the losses."""
-    bucket = "" if stage == 3 else ",bucket=1"  # each parameter is a bucket
+    bucket = "" if stage == 3 else ",bucket=1B"  # each parameter is a bucket
     program = step_on(policy, f"dp=4,zero={stage},zero_ranks=2,microbatches=4{bucket}")
     (memory,) = program_memory(program).ranks
     kept = sum(memory.by_kind[kind] for kind in ("parameters", "state", "gradients"))

@@ -106,7 +106,7 @@ def trained(policy: str, clip: float | None = None) -> Function:
 
 def step_on(policy: str, dp: int, stage: int, microbatches: int, tp: int = 1) -> Program:
     order = schedule("1f1b", 1, microbatches)
-    bucket = "" if stage == 3 else ",bucket=1"  # each parameter is a bucket
+    bucket = "" if stage == 3 else ",bucket=1B"  # each parameter is a bucket
     return laid_out(trained(policy), mesh_of(dp, tp, 1), order, "none", f"zero={stage}{bucket}")
 
 
@@ -188,7 +188,7 @@ def test_what_is_sent_is_padded():
     """As in stage 3: the bytes of n ceil(size / n) elements."""
     ranks = 4
     program = laid_out(
-        joint_of("odd gpt", "fp32"), mesh_of(ranks, 1, 1), schedule("1f1b", 1, 1), zero="zero=1,bucket=1"
+        joint_of("odd gpt", "fp32"), mesh_of(ranks, 1, 1), schedule("1f1b", 1, 1), zero="zero=1,bucket=1B"
     )
     sizes = [v.type.size for v in joint_of("odd gpt", "fp32").parameters]
     padded = sum(4 * ranks * flat_part(size, ranks) for size in sizes)
@@ -200,7 +200,7 @@ def test_beside_tensor_parallelism_every_gradient_is_scattered():
     """Of what a rank has of it: half of the table, too, whose gradient is cast before it is summed."""
     for clip in (None, 1.0):
         joint = trained("mixed", clip)
-        program = laid_out(joint, mesh_of(2, 2, 1), schedule("1f1b", 1, 2), "none", "zero=1,bucket=1")
+        program = laid_out(joint, mesh_of(2, 2, 1), schedule("1f1b", 1, 2), "none", "zero=1,bucket=1B")
         own = sum(v.key.type.size for v in program.inputs if v.source.role is Role.PARAMETER)
         assert own < 0.6 * sum(v.type.size for v in joint.parameters)
         count = len(joint.parameters)

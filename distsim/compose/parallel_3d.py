@@ -78,7 +78,7 @@ def parallel_transform_3d(
         )
     mesh = RankAxes.of(dp_degree, hp_degree).mesh(workers, pp_degree)
     # DistIR reduces each gradient by itself, after the backward pass.
-    plan = Plan(dp_degree, hp_degree, pp_degree, num_microbatches, bucket="1", overlap_grads="off")
+    plan = Plan(dp_degree, hp_degree, pp_degree, num_microbatches, bucket="1B", overlap_grads="off")
     return build_program(function, mesh, plan, cost_model).to_function()
 
 

@@ -10,8 +10,11 @@ from distsim.cache import cached
 from distsim.errors import PlanError
 from distsim.suggestions import did_you_mean
 
-UNITS = {"": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
+UNITS = {"": 1, "B": 1, "kB": 10**3, "MB": 10**6, "GB": 10**9, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 """Bytes of a unit of ``bucket=``."""
+
+BARE = 2**10
+"""Bytes that a number without a unit says at least: fewer may be meant as the MiB of a framework's option."""
 
 
 class Fill(NamedTuple):
@@ -44,7 +47,7 @@ BUCKETS = {
 }
 """What frameworks choose."""
 
-BUCKET = ("auto", *BUCKETS, "N", "NMiB", "Np")
+BUCKET = ("auto", *BUCKETS, "NMiB", "NB", "Np")
 """What ``bucket=`` may be: torch's, or layers with ``zero=3``; a framework's; bytes; parameters."""
 
 LAYERS = ("auto", "fsdp2")
@@ -88,7 +91,7 @@ class Buckets:
 def parse_bucket(text: object) -> Fill:
     """Return what makes a bucket full by ``bucket=``.
 
-    Raises :class:`PlanError` for anything else.
+    Raises :class:`PlanError` for anything else, and for fewer than :data:`BARE` bytes without their unit.
 
     >>> parse_bucket("1MiB").limit, parse_bucket("40000000p").elements
     (1048576, True)
@@ -98,13 +101,18 @@ def parse_bucket(text: object) -> Fill:
     if isinstance(text, str) and text in BUCKETS:
         return BUCKETS[text]
     given = text if isinstance(text, str) else ""
-    found = re.fullmatch(r"([1-9][0-9]{0,14})(p|[kMG]B|[KMG]iB)?", given, re.ASCII)
+    found = re.fullmatch(r"([1-9][0-9]{0,14})(p|B|[kMG]B|[KMG]iB)?", given, re.ASCII)
     if found is None:
         raise PlanError(
             f"bucket={repr(text)[:40]} is unknown; choose one of {', '.join(BUCKET)}, as in 25MiB, or "
             f"40000000p for parameters{did_you_mean(text, (*BUCKETS, 'auto'))}"
         )
     number, unit = int(found[1]), found[2] or ""
+    if not unit and number < BARE:
+        raise PlanError(
+            f"bucket={number} is {number} bytes, if it is not meant as MiB (torch's bucket_cap_mb): write "
+            f"bucket={number}MiB, or bucket={number}B for bytes"
+        )
     return Fill(number, elements=True) if unit == "p" else Fill(number * UNITS[unit])
 
 
