@@ -74,6 +74,10 @@ LAYOUTS = [
     ("llama", "cp=2,tp=2,sp=on"),
     ("llama", "dp=2,cp=2,tp=2,pp=2,microbatches=2,cp_kind=ring,sp=on,remat=full"),
     ("llama", "cp=2,remat=attention,cp_kind=ring,pp=2,microbatches=4"),
+    ("llama", "cp=4,tp=2,remat=attention,pp=2,microbatches=2"),
+    ("window", "cp=2,remat=attention"),
+    ("llama", "cp=4,remat=attention,cp_kind=torch_allgather"),
+    ("gpt", "cp=2,dp=2,remat=attention,cp_kind=torch_alltoall"),
     ("gpt", "dp=2,cp=2,microbatches=2,cp_kind=ulysses"),
     ("gpt", "cp=2,tp=2,cp_kind=ulysses,remat=attention"),
     ("gpt", "cp=2,pp=2,microbatches=2,schedule=zb_h1,cp_kind=ring"),
@@ -140,6 +144,8 @@ def test_a_ring_passes_keys_and_values_and_brings_their_gradients_home(c, alone,
 @pytest.mark.parametrize("c", [2, 4])
 def test_keys_and_values_are_gathered_in_both_passes_and_their_gradients_scattered(c):
     assert exchanged(LLAMA, Plan(cp=c)) == {("all_gather", KV): 4, ("reduce_scatter", KV): 2}
+    again = exchanged(LLAMA, Plan(cp=c, remat="attention"))
+    assert again == {("all_gather", KV): 6, ("reduce_scatter", KV): 2}
 
 
 @pytest.mark.parametrize("c", [2, 4])
@@ -210,6 +216,9 @@ def test_activations_of_a_layer_are_those_of_a_part_of_the_sequence(kind, c):
     heads = (12 + 4 * (GROUPS if kind != "ulysses" else A) // A) * SBH
     expected = (heads + 6 * S * B * F + LOG_SUM_EXP) // c
     assert layer(sizes, "flash", Plan(cp=c, cp_kind=kind), "fused") == expected
+    # Of attention that is computed again its statistics are not saved, nor keys and values of other ranks.
+    again = Plan(cp=c, cp_kind=kind, remat="attention")
+    assert layer(sizes, "flash", again, "fused") == expected - LOG_SUM_EXP // c
 
 
 # --- what does not go ------------------------------------------------------------------------------------

@@ -12,10 +12,12 @@ def core_attention(graph: JointGraph) -> list[frozenset[int]]:
     """Return, per attention of the forward pass, the values that it makes before its result.
 
     Of the op ``Attention`` these are its statistics; of ranks that have parts of a sequence, all that the
-    steps make and send before the last. Written out they are all from the product of two
-    activations on which a softmax depends (the scores) up to the product of two activations that depends
-    on it (the result, which is none of them): masks, softcaps, dropout and its mask lie between. A softmax
-    without these products, as that of a router, is no attention.
+    steps make and send before the last, and keys and values that are brought together for it: what is saved
+    is what a rank has of its own (TransformerEngine's AttnFuncWithCPAndKVAllGather, which is part of the
+    attention that Megatron-LM checkpoints, gathers in forward and again in backward). Written out they are
+    all from the product of two activations on which a softmax depends (the scores) up to the product of two
+    activations that depends on it (the result, which is none of them): masks, softcaps, dropout and its mask
+    lie between. A softmax without these products, as that of a router, is no attention.
 
     This is what Megatron-LM checkpoints as ``core_attn`` (``recompute_granularity=selective``; Korthikanti et
     al. 2022, "Reducing Activation Recomputation in Large Transformer Models", section 5).
@@ -44,8 +46,9 @@ def fixed_nodes(graph: JointGraph) -> set[int]:
     return fixed
 
 
-_KERNELS = ("Attention", "AttentionPart", "MergeAttention")
-_STEPS = (*_KERNELS, "MPIShift")
+_MERGES = ("MergeAttention", "WideMergeAttention")
+_KERNELS = ("Attention", "AttentionPart", *_MERGES)
+_STEPS = (*_KERNELS, "MPIShift", "MPIAllgather", "CopyIn", "LocalPlaces")
 
 
 class _CoreSearch:
@@ -63,7 +66,7 @@ class _CoreSearch:
     def is_a_step(self, position: int) -> bool:
         """Whether another step of the same attention reads what a kernel makes."""
         users = [user for each in self.items(position) for user in self.graph.users[each]]
-        return any(self.graph.nodes[user].op == "MergeAttention" for user in users)
+        return any(self.graph.nodes[user].op in _MERGES for user in users)
 
     def steps(self, last: int) -> frozenset[int]:
         """Return the values made by an attention's steps up to the last, of which all but the result."""
