@@ -20,7 +20,7 @@ from distsim.plan import Plan
 from distsim.plan_search import SearchRun, describe, parse_sets, search
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.run import FixedModel
-from distsim.plan_search.space import PlanSpace
+from distsim.plan_search.space import ModelTraits, PlanSpace
 from distsim.plan_search.trial import TOO_LARGE
 from distsim.report.figures import StepFigures
 from distsim.simulation.quantities import bytes_label
@@ -262,6 +262,35 @@ def test_what_may_nearly_fit_is_tried_though_bounds_discard_it():
 def test_a_value_that_no_plan_has_is_refused(sets):
     with pytest.raises(PlanError, match="no plan of 8 devices"):
         _ = space(sets).plans
+
+
+@pytest.mark.parametrize(
+    ("sets", "said"),
+    [
+        ("tp=3", "it does not divide 8 devices; choose one of 1, 2, 4, 8"),
+        ("dp=4,tp=4", "of which tp=4 leaves dp=1|2: leave tp open, or give one of these"),
+        ("dp=4,tp=1,pp=1", "tp=1 and pp=1 leave dp=8: leave tp or pp open, or give one of these"),
+        ("dp=8,tp=2", "tp=2 leaves dp=1|2|4: leave tp open, or give one of these"),
+        ("pp=2,microbatches=3", "each of dp=4 ranks has 4 samples, which microbatches=3 does not divide"),
+        (
+            "dp=1,pp=8,microbatch_size=3",
+            "each of dp=1 ranks has 16 samples, which microbatch_size=3 does not",
+        ),
+        ("dp=2,pp=4,schedule=interleaved", "pp * chunks = 4 * 2 = 8 stages or more, and there are 4 layers"),
+        ("schedule=interleaved,pp=1", "it is of a pipeline, and no plan has pp of 2 or more"),
+    ],
+)
+def test_the_numbers_that_do_not_go_together_are_said(sets, said):
+    traits = ModelTraits(16, layers=4, every_layer=4)
+    with pytest.raises(PlanError, match=re.escape(said)):
+        _ = PlanSpace(traits, 8, 8, parse_sets(sets)).plans
+
+
+def test_a_batch_that_does_not_fill_a_pipeline_is_said():
+    with pytest.raises(
+        PlanError, match="dp=2 ranks has 2 samples, fewer than the 8 .* give a batch of 16 or"
+    ):
+        _ = PlanSpace(ModelTraits(4, layers=8, every_layer=8), 16, 16, parse_sets("pp=8")).plans
 
 
 # --- results ------------------------------------------------------------------------------------------

@@ -36,6 +36,7 @@ from distsim.errors import PlanError, shortened
 from distsim.ir import Function, Tensor, Topology, all_ops
 from distsim.plan import RESHARD, SWITCH, TP_OVERLAP, Plan, parse_schedule, parse_stages
 from distsim.plan.rank_layout import CP_KINDS
+from distsim.plan_search.absent_values import degrees_of, why_absent
 from distsim.schedule import FLUSH, SCHEDULES, example
 from distsim.schedule.refusals import count as count_of
 from distsim.suggestions import choices_for
@@ -199,9 +200,9 @@ class PlanSpace:
 
     def _check_batch(self) -> None:
         """Check that some number of data-parallel ranks divides the batch."""
-        degrees = product(self._values("tp"), self._values("cp"), self._values("pp"))
+        degrees = product(self.values("tp"), self.values("cp"), self.values("pp"))
         cuts = {math.prod(each) for each in degrees if self.devices % math.prod(each) == 0}
-        given = self._values("dp") if "dp" in self.sets else None
+        given = self.values("dp") if "dp" in self.sets else None
         ranks = sorted({self.devices // cut for cut in cuts if given is None or self.devices // cut in given})
         if ranks and all(self.traits.batch % dp for dp in ranks):
             fixed = [name for name in ("dp", "tp", "cp", "pp") if name in self.sets]
@@ -221,8 +222,11 @@ class PlanSpace:
         for value in self.sets[name]:
             if value != "*" and value not in there:
                 choices = ", ".join(sorted(there, key=lambda text: (len(text), text))[:12])
-                why = self._refusal(name, value) or (
-                    f"there are plans with {choices}" if choices else "there are none"
+                absent = why_absent(self, name, value, self.traits.batch, self.traits.layers)
+                why = (
+                    self._refusal(name, value)
+                    or absent
+                    or (f"there are plans with {choices}" if choices else "there are none")
                 )
                 raise PlanError(
                     f"no plan of {count_of(self.devices, 'device')}, a batch of {self.traits.batch} and the "
@@ -246,20 +250,15 @@ class PlanSpace:
         return ""
 
     def _plans(self) -> Iterator[Plan]:
-        for tp, cp, pp in product(self._values("tp"), self._values("cp"), self._values("pp")):
-            if self.devices % (tp * cp * pp):
-                continue
-            dp = self.devices // (tp * cp * pp)
-            if "dp" not in self.sets or dp in self._values("dp"):
-                degrees = {"dp": dp, "tp": tp, "cp": cp, "pp": pp}
-                for chosen in product(*self._choices(degrees)):
-                    given = dict(item for part in chosen for item in part)
-                    try:
-                        plan = self.complete(Plan(**degrees, **given))
-                    except PlanError:  # fields that do not go together are no plan
-                        continue
-                    if self._divides(plan):
-                        yield plan
+        for degrees in degrees_of(self):
+            for chosen in product(*self._choices(degrees)):
+                given = dict(item for part in chosen for item in part)
+                try:
+                    plan = self.complete(Plan(**degrees, **given))
+                except PlanError:  # fields that do not go together are no plan
+                    continue
+                if self._divides(plan):
+                    yield plan
 
     def _divides(self, plan: Plan) -> bool:
         """Whether what was not asked for divides: layers into equal stages, as a stack has them, and
@@ -273,50 +272,51 @@ class PlanSpace:
     def _choices(self, degrees: Mapping[str, int]) -> Iterator[list[tuple[tuple[str, Any], ...]]]:
         """Yield the choices of further fields; each is one or two fields with their values."""
         dp, tp, cp, pp = (degrees[name] for name in ("dp", "tp", "cp", "pp"))
-        yield [(("microbatches", count),) for count in self._microbatches(dp, cp, pp)]
-        yield [(("ep", ep),) for ep in self._values("ep") if (dp * cp * tp) % ep == 0]
+        yield [(("microbatches", count),) for count in self.microbatches(dp, cp, pp)]
+        yield [(("ep", ep),) for ep in self.values("ep") if (dp * cp * tp) % ep == 0]
         alone = {"zero": dp * cp == 1, "sp": tp == 1, "cp_kind": cp == 1}
         alone |= dict.fromkeys(("chunks", "post_validation"), pp == 1)
-        zero = [z for z in self._values("zero") if z < 2 or pp == 1 or "zero" in self.sets]
+        zero = [z for z in self.values("zero") if z < 2 or pp == 1 or "zero" in self.sets]
         yield [()] if alone["zero"] else [(("zero", value),) for value in zero]
         parts = tp * (2 * cp if cp > 1 else 1)
         divides = self.traits.sequence and self.traits.sequence % parts == 0
         alone["sp"] |= not divides and "sp" not in self.sets
-        yield [()] if alone["sp"] else [(("sp", value),) for value in self._values("sp")]
-        yield [()] if alone["chunks"] else list(self._schedules(pp))
+        yield [()] if alone["sp"] else [(("sp", value),) for value in self.values("sp")]
+        yield [()] if alone["chunks"] else list(self.schedules(pp))
         done = {"dp", "tp", "cp", "pp", "ep", "microbatches", SIZE, "zero", "sp", "schedule", "chunks"}
         for name in ("remat", *(each for each in self.sets if each not in {*done, "remat"})):
-            yield [()] if alone.get(name) else [((name, value),) for value in self._values(name)]
+            yield [()] if alone.get(name) else [((name, value),) for value in self.values(name)]
 
-    def _microbatches(self, dp: int, cp: int, pp: int) -> list[int]:
+    def microbatches(self, dp: int, cp: int, pp: int) -> list[int]:
+        """Return the numbers of microbatches that are sensible for degrees, or given."""
         batch, sequence = self.traits.batch, self.traits.sequence
         if batch % dp:
             return []
         own = batch // dp
         if "microbatches" in self.sets:
-            return [count for count in self._values("microbatches") if own % count == 0]
-        sizes = self._values(SIZE) if SIZE in self.sets else [2**i for i in range(own.bit_length())]
+            return [count for count in self.values("microbatches") if own % count == 0]
+        sizes = self.values(SIZE) if SIZE in self.sets else [2**i for i in range(own.bit_length())]
         found = [own // size for size in sizes if own % size == 0]
         if SIZE in self.sets:
             return found
         short = [n for n in found if n == own or own // n * sequence // cp <= TOKENS_OF_A_MICROBATCH]
         return [count for count in short if count >= pp]
 
-    def _schedules(self, pp: int) -> Iterator[tuple[tuple[str, Any], ...]]:
+    def schedules(self, pp: int) -> Iterator[tuple[tuple[str, Any], ...]]:
         """Yield a schedule and its chunks at a time."""
         layers = self.traits.layers
-        for name in self._values("schedule"):
+        for name in self.values("schedule"):
             takes = SCHEDULES[parse_schedule(name)[0]].stages_a_rank
-            chunks = self._values("chunks") if "chunks" in self.sets else CHUNKS
+            chunks = self.values("chunks") if "chunks" in self.sets else CHUNKS
             if takes is not None:
                 chunks = (takes,) if "chunks" not in self.sets or takes in chunks else ()
-            if name == "interleaved" and "1f1b" in self._values("schedule") and len(chunks) > 1:
+            if name == "interleaved" and "1f1b" in self.values("schedule") and len(chunks) > 1:
                 chunks = [count for count in chunks if count > 1]  # with one it is 1f1b
             for count in chunks:
                 if "chunks" in self.sets or count == 1 or not layers or pp * count <= layers:
                     yield (("schedule", name), ("chunks", count))
 
-    def _values(self, name: str) -> Sequence[Any]:
+    def values(self, name: str) -> Sequence[Any]:
         """Return the values of a field that are given, or else are sensible."""
         known = self._known.get(name)
         if known is None:
