@@ -378,6 +378,17 @@ def test_engines_agree_where_nodes_differ(tmp_path, plan):
     assert step(topology, plan) == step(topology, plan, "events")
 
 
+def test_stages_are_proven_the_fastest_of_one_kind_of_devices_alone(tmp_path):
+    """The search takes costs of the first device; of a step on several kinds its proof says nothing."""
+    joint = differentiate(gpt(7, 1024, 8, 512, 16, 1000), Adam())
+    kinds, alike = load_cluster(write(tmp_path, KINDS)), load_cluster("dgx-a100")
+    plan = Plan.parse("pp=4,microbatches=4,stages=auto")
+    notes = [" ".join(parallelize(joint, plan, topology).notes) for topology in (kinds, alike)]
+    assert all("proven the fastest by them" in note for note in notes)
+    said = "as if all ran on gpu:0: of the step on these 2 kinds of devices"
+    assert said in notes[0] and "nothing is proven" in notes[0] and "as if" not in notes[1]
+
+
 def test_a_node_with_less_memory_is_what_does_not_fit(tmp_path):
     text = '[[nodes]]\ncount = 1\n[[nodes]]\ncount = 1\ndevice = { memory = "2200 MiB" }\n'
     joint = differentiate(gpt(2, 512, 8, 128, 16, 32000), Adam())

@@ -137,7 +137,8 @@ def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostMo
         except PartitionError:
             break
         cut = cut_stages(local, stages, on_device, blocks.stages(split.starts))
-        cut = _noted(cut, _described(split, blocks, problem.order.plain))
+        note = _described(split, blocks, problem.order.plain)
+        cut = _noted(cut, note + _on_one_kind(mesh, cost_model))
         found.append(_simulated(cut, mesh, schedule, cost_model))
         if found[-1].missing <= 0:
             return found
@@ -178,6 +179,17 @@ def _described(split: Split, blocks: ModelBlocks, bounded: bool) -> str:
     return (
         f"stages=auto: {_sizes(split.starts, len(blocks))} blocks, beginning with {firsts}; "
         f"{split.step_time * 1e3:.3f} ms by their costs, {proof}"
+    )
+
+
+def _on_one_kind(mesh: Mesh, cost_model: CostModel) -> str:
+    """Say that costs are those of the first device, where others of a mesh are of other kinds."""
+    kinds = len({cost_model.spec(device) for device in mesh.devices})
+    if kinds == 1:
+        return ""
+    return (
+        f", as if all ran on {mesh.devices[0]}: of the step on these {kinds} kinds of devices, some of them "
+        "slower or faster, nothing is proven; give a stage on slower ones fewer layers, as in 5-5-3-3"
     )
 
 
