@@ -27,6 +27,17 @@ def test_a_row_of_megatron():
     assert case.assumed == ("attention math", "vocabulary 50257", "dropout 0.1")
 
 
+def test_a_row_without_a_precision_is_of_today_but_for_gpus_without_bfloat16():
+    """An empty column is no fp16, in which Megatron-LM of 2021 trained: the stack's default, said aloud."""
+    open_row = GPT | {"precision": ""}
+    today = case_of(open_row | {"hw_gpu": "H100-SXM5-80GB", "gpu_mem_gb": "80"})
+    assert (today.stack.name, today.precision.name, today.attention) == ("megatron", "mixed", "cudnn")
+    assert "precision mixed" in today.assumed
+    old = case_of(open_row | {"hw_gpu": "V100-SXM3-32GB", "gpu_mem_gb": "32"})
+    assert (old.stack.name, old.precision.name) == ("megatron_2021", "mixed_fp16")
+    assert case_of(GPT | {"hw_gpu": "H100-SXM5-80GB"}).stack.name == "megatron_2021"  # as it says fp16
+
+
 def test_a_row_of_torchtitan():
     case = case_of(LLAMA)
     sharded = {"zero": 3, "reshard": "auto", "bucket": "fsdp2"}

@@ -102,6 +102,9 @@ _SCALINGS = (
 )
 """How 8-bit operands are scaled, where a column names a recipe."""
 
+_NO_BRAIN = r"\b[vp]100(?![0-9])"
+"""GPUs without products in bfloat16."""
+
 _HALF, _BRAIN = r"fp-?16|float-?16\b|\bhalf\b", r"bf-?16|bfloat-?16"
 
 
@@ -135,7 +138,10 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
         kernels = "fused_waiting" if _month(row) > PASSES_TIMED else "fused_2022"
     if re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
         kernels = LOSS_FUSED.get(kernels, kernels)
-    return Software(stack, kernels, _attention(row, stack, assumed), _precision(row, stack, zero))
+    precision = _precision(row, stack, zero)
+    if not plain(row, "precision"):
+        assumed.append(f"precision {precision.name}")
+    return Software(stack, kernels, _attention(row, stack, assumed), precision)
 
 
 _DATE = r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])"
@@ -171,8 +177,7 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
             old = (
                 (name == "megatron" or (name == "deepspeed" and zero == 3))
                 and _kind(row) != "flash"
-                and not _is_brain(row)
-                and not eight_bits(row)
+                and _is_half(row)
             )
             if name == "deepspeed" and _is_brain(row):
                 name = _sums_wide(zero, number(row, "pp", 1))
@@ -191,6 +196,14 @@ def _sums_wide(zero: int, stages: float) -> str:
     if zero < 2 and stages > 1:
         return "deepspeed_pipeline"
     return "deepspeed" if zero else "deepspeed_bf16"
+
+
+def _is_half(row: Row) -> bool:
+    """Whether the column of precision names neither bfloat16 nor 8 bits; if it names nothing, whether the GPU
+    has no products in bfloat16, which stacks of today compute in."""
+    if not plain(row, "precision"):
+        return bool(re.search(_NO_BRAIN, plain(row, "hw_gpu")))
+    return not _is_brain(row) and not eight_bits(row)
 
 
 def _is_brain(row: Row) -> bool:
