@@ -33,6 +33,7 @@ from distsim.program.block import Block
 from distsim.program.parts import Parts, ProgramOutput
 from distsim.program.program import Program
 from distsim.schedule import Action, Cell, Kind, Schedule, one_f_one_b
+from distsim.schedule.action import HALVES
 
 
 class Buffer:
@@ -266,7 +267,7 @@ class Placed(Inventor):
         whole = self.program(one_f_one_b(self.count, schedule.num_microbatches))
         halves = [self.halves(s, stage.backward) for s, stage in enumerate(whole.stages)]
         blocks = tuple([(stage.forward, stage.backward, stage.updates) for stage in whole.stages])
-        parts = Parts("invented", blocks, whole.inputs, whole.outputs, tuple(halves))
+        parts = Parts("invented", blocks, whole.inputs, whole.outputs, {HALVES.made_by: tuple(halves)})
         slices = mesh.slices("pp")
         stages = [replace(stage, mesh=slices[schedule.rank_of[s]]) for s, stage in enumerate(whole.stages)]
         return replace(whole, mesh=mesh, stages=tuple(stages), schedule=schedule, shared_parts=parts)

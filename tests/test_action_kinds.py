@@ -2,6 +2,7 @@
 
 import ast
 import re
+from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 
@@ -9,10 +10,10 @@ import numpy as np
 import pytest
 
 from distsim import simulate
-from distsim.errors import PlanError, ScheduleError
-from distsim.program import parts
+from distsim.errors import IRError, PlanError, ScheduleError
+from distsim.program.block import Block
 from distsim.schedule import Kind, one_f_one_b, torch_csv, write_csv
-from distsim.schedule.action import WAYS, WaitsFor, way_of
+from distsim.schedule.action import HALVES, WAYS, InFlight, WaitsFor, way_of
 from distsim.simulation.action_times import timed_program
 from distsim.stage_balance import tables
 
@@ -21,18 +22,47 @@ def test_what_a_kind_says_is_what_its_microbatch_leaves_behind():
     """In any way a microbatch holds nothing after its backward, and all but W has its own sums."""
     for letters in WAYS:
         ways = [Kind(letter) for letter in letters]
-        assert sum(kind.until_i for kind in ways) == sum(kind.pending_w for kind in ways) == 0
+        assert (
+            sum(kind.in_flight.until_i for kind in ways)
+            == sum(kind.in_flight.pending_w for kind in ways)
+            == 0
+        )
         assert len({kind.sums for kind in ways}) == len(ways)
     assert Kind.BACKWARD.sums == Kind.BACKWARD_WEIGHT.sums
     assert {*"".join(WAYS)} == {kind.value for kind in Kind}
 
 
 def test_every_kind_runs_a_part_of_a_program_and_one_that_does_not_is_named(monkeypatch):
-    assert list(parts._RUNS) == list(Kind)
-    monkeypatch.delitem(parts._RUNS, Kind.BACKWARD)
-    program, _ = timed_program(one_f_one_b(1, 1))
+    program, _ = timed_program(one_f_one_b(2, 1))
+    own = [[program.parts.part(stage, kind) for kind in Kind] for stage in range(2)]
+    assert len({*own[0], *own[1]}) == 2 * len(Kind)
+    monkeypatch.setattr(Kind.BACKWARD, "place", 2)
     with pytest.raises(ScheduleError, match=r"^1f1b: no part of a program is what B \(backward\) runs;"):
         program.table()
+
+
+def test_actions_read_what_is_there_and_make_what_they_stand_for():
+    """What kinds run is checked when it is made: what nobody makes would be there from the start."""
+    program, _ = timed_program(one_f_one_b(2, 1))
+    (forward, backward), (half, rest) = program.parts.made_by("")[0], program.parts.halves[0]
+
+    def refused(match: str, first: Block, second: Block) -> None:
+        own = ((first, second), *program.parts.halves[1:])
+        with pytest.raises(IRError, match=match):
+            _ = replace(program.parts, given={HALVES.made_by: own}).halves
+
+    refused(r"^1f1b: W0@0 reads 'pending0', which nothing that it waits for makes;", backward, rest)
+    refused(
+        r"^1f1b: I0@0 reads 'sum0', which nothing",
+        replace(half, inputs=(*half.inputs[:1], *rest.outputs)),
+        rest,
+    )
+    refused(
+        r"^1f1b: W0@0 makes 'x', which is made elsewhere",
+        half,
+        replace(rest, outputs=forward.inputs, accumulated=(), accumulating=None),
+    )
+    refused("^1f1b: I0@0 and W0@0 make no 'sum0', which the backward pass makes", half, half)
 
 
 def test_what_knows_some_kinds_refuses_the_others_by_name(monkeypatch):
@@ -62,7 +92,7 @@ def test_a_kind_that_integers_do_not_tell_apart_is_refused():
     try:
         with pytest.raises(ScheduleError, match="'X' is number 7, and the integers of a schedule tell 7"):
             for number in range(len(Kind), 8):
-                line = "X" if number == 7 else str(number), "another", "#000000", 3, 0, 0, WaitsFor()
+                line = "X" if number == 7 else str(number), "another", "#000000", InFlight(), WaitsFor()
                 Kind._member_map_[line[0]] = Kind._new_member_(Kind, *line)
         assert len(Kind._member_map_) == 7
     finally:

@@ -25,7 +25,7 @@ from distsim.ir import Mesh, Topology
 from distsim.ir.kernel_rates import NO_RATES
 from distsim.models import gpt, llama, mlp
 from distsim.plan import Plan
-from distsim.schedule import schedule
+from distsim.schedule import Kind, schedule
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.stage_balance import StageProblem, mesh_communication, split_time
 from distsim.transforms import SGD, Adam, block_costs, differentiate, outline, shard
@@ -143,7 +143,7 @@ def test_the_costs_of_blocks_foretell_a_step_with_backward_in_halves(name, order
     pattern = logical_mesh(mesh.devices[0], 1, 1)
     local = shard(outlined(name), pattern, microbatches, 1)
     blocks = model_blocks(local, cost_model.on(pattern.devices[0]))
-    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model, made.splits_backward)
+    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model, Kind.BACKWARD_INPUT in made.kinds)
     inner = costs[1]
     assert inner.half + inner.weight > inner.backward, "what makes two gradients is launched twice"
     firsts = (0, 1, 3, 5)[: made.chain]

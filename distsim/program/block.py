@@ -69,6 +69,9 @@ class Block:
 StageBlocks = tuple[Block, Block, tuple[tuple[int, Block], ...]]
 """The blocks of a stage, wherever it runs: forward, backward, updates by round."""
 
+ActionBlocks = tuple[tuple[Block, ...], ...]
+"""By stage the blocks of the kinds of actions that one function makes, in the order of the kinds."""
+
 
 class RewrittenOps(NamedTuple):
     """A function that was rewritten; ``parts`` are, per op, the places of the ops that it stands for."""

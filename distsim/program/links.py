@@ -14,6 +14,7 @@ from typing import NamedTuple
 from distsim.errors import IRError
 from distsim.ir import Value
 from distsim.schedule import Action, Kind
+from distsim.schedule.action import WAYS
 
 _NAMED = 8
 """A longer cycle is shortened in the middle."""
@@ -115,6 +116,55 @@ def verify_reads(
                 )
     if late:
         raise _late_error(name, rows, makers, late)
+
+
+def verify_actions(
+    name: str, rows: Sequence[Row], whole: Sequence[Value], makers: Mapping[Value, Maker]
+) -> None:
+    """Check what actions of a stage read and make, whose blocks something made of the passes of the stages.
+
+    What a row reads is made by a row before it, or by what its kind waits for; what it makes is new, or made
+    again of what the passes of its stage make. If the rows stand for the backward pass, they make ``whole``,
+    which are the outputs of that. Raises :class:`IRError` that names who reads or makes what.
+    """
+    there = set[Value]()
+    for row in rows:
+        before = [] if row.phase is None else _awaited(row.phase)
+        for key in row.inputs:
+            maker = makers.get(key)
+            if key not in there and (maker is None or not _is_made(maker, row.stage, before)):
+                raise IRError(
+                    f"{name}: {row} reads {key.name!r}, which nothing that it waits for makes; let its "
+                    "kind wait for what does"
+                )
+        for key in row.outputs:
+            maker = makers.get(key)
+            if maker is not None and (maker.stage != row.stage or maker.phase is None):
+                raise IRError(f"{name}: {row} makes {key.name!r}, which is made elsewhere; make a value once")
+        there.update(row.outputs)
+    kinds = [row.phase for row in rows if row.phase is not None]
+    left = [key for key in whole if key not in there]
+    if left and "".join([kind.value for kind in (Kind.FORWARD, *kinds)]) in WAYS:
+        raise IRError(
+            f"{name}: {' and '.join(map(str, rows))} make no {left[0].name!r}, which the backward "
+            "pass makes that they stand for"
+        )
+
+
+def _awaited(kind: Kind) -> list[Kind]:
+    """Return a kind, those of its stage that it waits for, those for which these wait, and so on."""
+    found = [kind]
+    for each in found:
+        found += [other for other in map(Kind, each.waits.own) if other not in found]
+    return found
+
+
+def _is_made(maker: Maker, stage: int, before: Sequence[Kind]) -> bool:
+    """Whether what the passes of a stage make is there once kinds have run that another stage lists."""
+    if maker.phase is None or maker.phase in before:
+        return True
+    back = any(kind.waits.after for kind in before)
+    return back and maker.phase is Kind.BACKWARD and maker.stage != stage
 
 
 def _verify_held(name: str, row: Row, key: Value, stages: Sequence[int]) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
+from importlib import import_module
 
 from distsim.errors import IRError, ScheduleError
 from distsim.ir import Function, Mesh, Value, substitute
 from distsim.ops.parts import Shard
-from distsim.program.block import FIRST_CALL, LAST_CALL, Block, StageBlocks
-from distsim.program.links import Maker, Row, in_order, makers_of, verify_reads
-from distsim.program.passes.backward_halves import stage_halves
+from distsim.program.block import FIRST_CALL, LAST_CALL, ActionBlocks, Block, StageBlocks
+from distsim.program.links import Maker, Row, in_order, makers_of, verify_actions, verify_reads
 from distsim.program.passes.overlap_pairs import interleave
 from distsim.program.weight_versions import WeightVersions, weight_versions
 from distsim.schedule import Kind
+from distsim.schedule.action import HALVES
 
 Shards = tuple[Shard, ...]
 """What ``MPIScatter`` does to a global value."""
@@ -77,14 +78,15 @@ class Parts:
     for the backward of stage 1, and, where blocks wait for each other, the cycle. ``like`` are parts that
     differ in sizes alone, and what stands for their keys: what was verified of them is so of these.
     ``held``: the bytes of buffers that hold gradients all step, by byte of the parameters of a rank; 0 where
-    gradients take memory as they come.
+    gradients take memory as they come. ``given``: what stands in the place of what a function makes of the
+    blocks (:class:`distsim.schedule.action.Runs`), by its name.
     """
 
     name: str
     blocks: tuple[StageBlocks, ...]
     inputs: tuple[ProgramInput, ...]
     outputs: tuple[ProgramOutput, ...]
-    given_halves: tuple[tuple[Block, Block], ...] | None = None
+    given: Mapping[str, ActionBlocks] = field(default_factory=dict[str, ActionBlocks])
     overlap: Callable[[Function, Function], Function] = interleave
     like: tuple[Parts, Mapping[Value, Value]] | None = None
     held: float = 0.0
@@ -92,16 +94,39 @@ class Parts:
     @cached_property
     def halves(self) -> tuple[tuple[Block, Block], ...]:
         """The backward pass of each stage in two: what the stages before wait for, and the rest."""
-        return stage_halves(self.blocks) if self.given_halves is None else self.given_halves
+        return tuple([(first, rest) for first, rest in self.made_by(HALVES.made_by)])
 
     def part(self, stage: int, kind: Kind) -> Block:
         """Return what an action of a stage runs; raises :class:`ScheduleError` if that is nothing."""
-        if kind not in _RUNS:
+        each = self.made_by(kind.runs.made_by)[stage]
+        if kind.place >= len(each):
             raise ScheduleError(
-                f"{self.name}: no part of a program is what {kind.value} ({kind.phase}) runs; add a line to "
-                "_RUNS in program/parts.py"
+                f"{self.name}: no part of a program is what {kind.value} ({kind.phase}) runs; name what "
+                "makes it in the line of the kind (schedule/action.py)"
             )
-        return _RUNS[kind](self, stage)
+        return each[kind.place]
+
+    def made_by(self, name: str) -> ActionBlocks:
+        """Return the blocks that a function of ``distsim/program/passes`` makes of those of the stages.
+
+        Raises :class:`IRError` for one that reads what is not there, or makes what is made elsewhere
+        (:func:`verify_actions`).
+        """
+        found = self._made.get(name)
+        if found is None:
+            found = self.given[name] if name in self.given else _function(name)(self.blocks)
+            if self.like is None:
+                kinds = [kind for kind in Kind if kind.runs.made_by == name]
+                for stage, (own, (_, whole, _)) in enumerate(zip(found, self.blocks, strict=True)):
+                    rows = [Row(stage, k, b.inputs, b.outputs) for k, b in zip(kinds, own, strict=False)]
+                    verify_actions(self.name, rows, whole.outputs, self.makers())
+            self._made[name] = found
+        return found
+
+    @cached_property
+    def _made(self) -> dict[str, ActionBlocks]:
+        """The blocks of kinds by what makes them: those that were cut, to begin with."""
+        return {"": tuple([stage[:2] for stage in self.blocks])}
 
     @cached_property
     def early(self) -> Mapping[int, Block]:
@@ -166,8 +191,8 @@ class Parts:
 
     def _is_like(self, other: Parts, values: Mapping[Value, Value]) -> bool:
         """Whether blocks read and make what stands for what others do, and ends are alike."""
-        sizes = len(self.blocks), len(self.inputs), len(self.outputs), self.given_halves, self.overlap
-        if sizes != (len(other.blocks), len(other.inputs), len(other.outputs), None, other.overlap):
+        sizes = len(self.blocks), len(self.inputs), len(self.outputs), len(self.given), self.overlap
+        if sizes != (len(other.blocks), len(other.inputs), len(other.outputs), 0, other.overlap):
             return False
         for own, stage in zip(self.blocks, other.blocks, strict=True):
             if [number for number, _ in own[2]] != [number for number, _ in stage[2]]:
@@ -239,6 +264,12 @@ class Parts:
         return in_order(rows)
 
 
+def _function(name: str) -> Callable[[Sequence[StageBlocks]], ActionBlocks]:
+    """Return a function of ``distsim/program/passes``, by module and name."""
+    module, _, function = name.partition(".")
+    return getattr(import_module(f"distsim.program.passes.{module}"), function)
+
+
 def _each(stage: StageBlocks) -> list[Block]:
     """Return the blocks of a stage."""
     return [*stage[:2], *[block for _, block in stage[2]]]
@@ -256,12 +287,3 @@ def _are_alike(one: Block, two: Block, values: Mapping[Value, Value]) -> bool:
         and one.place == two.place
         and (one.names, one.accumulating_names) == (two.names, two.accumulating_names)
     )
-
-
-_RUNS: Mapping[Kind, Callable[[Parts, int], Block]] = {
-    Kind.FORWARD: lambda parts, stage: parts.blocks[stage][0],
-    Kind.BACKWARD: lambda parts, stage: parts.blocks[stage][1],
-    Kind.BACKWARD_INPUT: lambda parts, stage: parts.halves[stage][0],
-    Kind.BACKWARD_WEIGHT: lambda parts, stage: parts.halves[stage][1],
-}
-"""What an action of each kind runs, of a stage."""

@@ -18,12 +18,35 @@ from distsim.schedule.codes import CODES, NO_KIND
 class WaitsFor(NamedTuple):
     """The kinds, by letters, that an action waits for, of its microbatch, as far as there are such.
 
-    ``own``: of its stage; ``before`` and ``after``: of the stage before it in the chain, and after it.
+    ``own``: of its stage; ``before`` and ``after``: of the stage before it in the chain, and after it. The
+    kinds that ``holds`` names, of its stage, wait for it in turn: so it comes between two others.
     """
 
     own: str = ""
     before: str = ""
     after: str = ""
+    holds: str = ""
+
+
+class InFlight(NamedTuple):
+    """What an action adds to the activations that are held ``until_i``, that is until B or I, and to what is
+    held from I until W (``pending_w``)."""
+
+    until_i: int = 0
+    pending_w: int = 0
+
+
+class Runs(NamedTuple):
+    """What an action runs: what ``made_by``, a function of a module in ``distsim/program/passes``, makes of
+    the passes of the stages, ``""`` these themselves; on which ``stream``: ``""`` that of computation, or one
+    beside it, the ``host_stream`` of its operators."""
+
+    made_by: str = ""
+    stream: str = ""
+
+
+HALVES = Runs("backward_halves.stage_halves")
+_BACK = WaitsFor(own="F", after="BI")
 
 
 @functools.total_ordering
@@ -34,38 +57,56 @@ class Kind(enum.Enum):
     ``BACKWARD_WEIGHT`` the rest of it (Qi et al. 2023, "Zero bubble pipeline parallelism").
 
     A line is all that is known of a kind without a model: its letter, its phase in words, its colour in
-    pictures (of Okabe and Ito's palette, "Color universal design", 2008), the number of the sums that it adds
-    to (kinds that add to the same have the same), what it adds to the activations that are held until B or I,
-    and to what is held from I until W, and what it waits for. Which kinds go together is in :data:`WAYS`.
+    pictures (of Okabe and Ito's palette, "Color universal design", 2008), what it holds, what it waits for,
+    what it runs, and to the sums over microbatches of which earlier kind it adds, by letter (its own). Which
+    kinds go together is in :data:`WAYS`.
 
-    >>> [kind.value for kind in Kind]
+    >>> [kind.value for kind in Kind][:4]
     ['F', 'B', 'I', 'W']
-    >>> [kind.code for kind in Kind], Kind("W").phase, Kind("W").waits.own
+    >>> [kind.code for kind in Kind][:4], Kind("W").phase, Kind("W").waits.own
     ([0, 1, 2, 3], 'backward of weights', 'I')
+    >>> [kind.sums for kind in Kind][:4]  # W adds to the sums of B
+    [0, 1, 2, 1]
     """
 
-    FORWARD = "F", "forward", "#0072b2", 0, 1, 0, WaitsFor(before="F")
-    BACKWARD = "B", "backward", "#d55e00", 1, -1, 0, WaitsFor(own="F", after="BI")
-    BACKWARD_INPUT = "I", "backward of inputs", "#f0e442", 2, -1, 1, WaitsFor(own="F", after="BI")
-    BACKWARD_WEIGHT = "W", "backward of weights", "#009e73", 1, 0, -1, WaitsFor(own="I")
+    FORWARD = "F", "forward", "#0072b2", InFlight(1), WaitsFor(before="F")
+    BACKWARD = "B", "backward", "#d55e00", InFlight(-1), _BACK
+    BACKWARD_INPUT = "I", "backward of inputs", "#f0e442", InFlight(-1, 1), _BACK, HALVES
+    BACKWARD_WEIGHT = "W", "backward of weights", "#009e73", InFlight(0, -1), WaitsFor(own="I"), HALVES, "B"
 
     _value_: str
     code: int
     """Its place in this list: the kind in the integers of a schedule."""
     phase: str
     colour: str
-    sums: int
-    until_i: int
-    pending_w: int
+    in_flight: InFlight
     waits: WaitsFor
+    """With what the kinds that hold it up say of it."""
+    runs: Runs
+    place: int
+    """Its place among the kinds that run what the same function makes."""
+    sums: int
+    """The number of the sums that it adds to: kinds that add to the same have the same."""
 
     def __new__(
-        cls, letter: str, phase: str, colour: str, sums: int, until_i: int, pending_w: int, waits: WaitsFor
+        cls,
+        letter: str,
+        phase: str,
+        colour: str,
+        in_flight: InFlight,
+        waits: WaitsFor,
+        runs: Runs = Runs(),  # noqa: B008
+        sums: str = "",
     ) -> Kind:
         """Make a kind; raises :class:`ScheduleError` for one more than integers tell apart."""
-        made = object.__new__(cls)
-        made._value_, made.code, made.phase, made.colour = letter, len(cls.__members__), phase, colour
-        made.sums, made.until_i, made.pending_w, made.waits = sums, until_i, pending_w, waits
+        made, before = object.__new__(cls), list(cls.__members__.values())
+        made._value_, made.code, made.phase, made.colour = letter, len(before), phase, colour
+        made.in_flight, made.waits, made.runs = in_flight, waits, runs
+        made.place = [kind.runs.made_by for kind in before].count(runs.made_by)
+        made.sums = next((kind.code for kind in before if kind.value == sums), made.code)
+        for kind in before:
+            if kind.value in waits.holds:
+                kind.waits = kind.waits._replace(own=kind.waits.own + letter)
         if made.code >= NO_KIND:
             raise ScheduleError(
                 f"kind {letter!r} is number {made.code}, and the integers of a schedule tell {NO_KIND} kinds "
@@ -85,7 +126,7 @@ class Kind(enum.Enum):
 def by_code(figure: Callable[[Kind], int]) -> npt.NDArray[np.int64]:
     """Return a figure of each kind by its code, and 0 for the codes of none, which no action has.
 
-    >>> by_code(lambda kind: kind.until_i)[[0, 1, 2, 3, -1]].tolist()
+    >>> by_code(lambda kind: kind.in_flight.until_i)[[0, 1, 2, 3, -1]].tolist()
     [1, -1, -1, 0, 0]
     """
     found = np.zeros(CODES, np.int64)
@@ -93,6 +134,11 @@ def by_code(figure: Callable[[Kind], int]) -> npt.NDArray[np.int64]:
         found[kind.code] = figure(kind)
     return found
 
+
+SUMS_GRADIENTS = by_code(lambda kind: kind.sums == Kind.BACKWARD.sums) > 0
+"""Which kinds, by code, add to the gradients that an update reads: B and W."""
+SENDS_BACK = by_code(lambda kind: kind.value in Kind.BACKWARD.waits.after) > 0
+"""Which kinds, by code, the backward of the stage before waits for: B and I."""
 
 WAYS = ("FB", "FIW")
 """The kinds, by letters, that a stage may run of a microbatch: all of one of these, and no other."""

@@ -210,8 +210,8 @@ def example(name: str) -> Schedule | None:
 
     None for one that is searched for, from times, and for one that takes none of the sizes that are tried.
 
-    >>> example("zb_h1").splits_backward, example("zb_auto")
-    (True, None)
+    >>> sorted([kind.value for kind in example("zb_h1").kinds]), example("zb_auto")
+    (['F', 'I', 'W'], None)
     """
     check_named(name)
     known = SCHEDULES[name]

@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 
 from distsim.compile import compiled, inner
-from distsim.schedule.action import Kind, by_code
+from distsim.schedule.action import SENDS_BACK, SUMS_GRADIENTS, Kind, by_code
 from distsim.schedule.codes import CODES, code_of, kind_of, number_of
 from distsim.schedule.table import Ints, Schedule
-from distsim.schedule.weights import ADDS, FLUSH, VersionsRead, versions_read
+from distsim.schedule.weights import FLUSH, VersionsRead, versions_read
 
 LATER, LAST = 1, 2
 """What a call of a stage's forward, or backward, is in the order of its rank: not its first, its last; where
@@ -26,13 +26,7 @@ it, and that changes a version that an update made."""
 _SUMS = by_code(lambda kind: kind.sums)
 _SAME = _SUMS[:, None] == _SUMS
 """[codes, codes]: whether kinds add to the same sums."""
-_LATEST = np.stack(
-    [
-        by_code(lambda kind: kind is Kind.FORWARD),
-        by_code(lambda kind: kind.sums == Kind.BACKWARD.sums),
-        by_code(lambda kind: kind.value in Kind.BACKWARD.waits.after),
-    ]
-)
+_LATEST = np.stack([by_code(lambda kind: kind is Kind.FORWARD), SUMS_GRADIENTS, SENDS_BACK])
 """[columns, codes]: which kinds :attr:`IssueOrder.latest` is of."""
 MOST_CANDIDATES = 64
 """How many ways to repeat are tried at a step: an interleaved schedule repeats every p microbatches."""
@@ -151,7 +145,7 @@ def _folded(schedule: Schedule) -> IssueOrder:
     version = update = np.full(len(cells), -1, np.int64)
     if versions is not None:
         version, update = versions.read[cells], versions.update[cells]
-        adds = ADDS[kind_of(own[:, 0])]
+        adds = SUMS_GRADIENTS[kind_of(own[:, 0])]
         later[:, 0] = np.where(adds, ~versions.first[cells], later[:, 0])
         ends[:, 0] = np.where(adds, versions.last[cells], ends[:, 0])
     columns = (

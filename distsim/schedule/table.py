@@ -22,7 +22,8 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 # What each kind adds to the number of pairs of a stage and a microbatch that are held.
-_UNTIL_I, _PENDING_W = by_code(lambda kind: kind.until_i), by_code(lambda kind: kind.pending_w)
+_UNTIL_I = by_code(lambda kind: kind.in_flight.until_i)
+_PENDING_W = by_code(lambda kind: kind.in_flight.pending_w)
 _IN_FLIGHT = _UNTIL_I + _PENDING_W
 _NO_CELLS = np.zeros((0, 2), np.int64)
 
@@ -166,10 +167,11 @@ class Schedule:
         """Whether some cell is a pair of actions that overlap."""
         return any(bool((row[:, 1] >= 0).any()) for row in self.codes)
 
-    @property
-    def splits_backward(self) -> bool:
-        """Whether some backward is listed in two halves."""
-        return any(bool((kind_of(row) == Kind.BACKWARD_INPUT.code).any()) for row in self.codes)
+    @cached_property
+    def kinds(self) -> frozenset[Kind]:
+        """The kinds of its actions."""
+        listed = np.bincount(np.concatenate([kind_of(row).ravel() for row in (_NO_CELLS, *self.codes)]))
+        return frozenset([kind for kind in Kind if listed[kind.code : kind.code + 1].any()])
 
     @property
     def chain(self) -> int:

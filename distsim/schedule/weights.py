@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import ScheduleError
-from distsim.schedule.action import Action, Kind, by_code
+from distsim.schedule.action import SUMS_GRADIENTS, Action, Kind
 from distsim.schedule.codes import code_of, kind_of, number_of
 from distsim.schedule.refusals import count
 
@@ -17,8 +17,6 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 _KINDS = tuple(Kind)
-ADDS = by_code(lambda kind: kind.sums == Kind.BACKWARD.sums) > 0
-"""Which kinds, by code, add to the gradients that an update reads: B and W."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +122,7 @@ def _of_stage(name: str, weights: Weights, code: Ints, stage: int, num_stages: i
     every = weights.update_every
     kind, microbatch = kind_of(code), code // code_of(num_stages, 0)
     batch = microbatch // every
-    adds = np.flatnonzero(ADDS[kind])
+    adds = np.flatnonzero(SUMS_GRADIENTS[kind])
     step = np.diff(batch[adds])
     if (step < 0).any():
         early = adds[int(np.flatnonzero(step < 0)[0]) + 1]

@@ -19,6 +19,7 @@ from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.passes.overlap_pairs import interleave
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, Schedule
+from distsim.schedule.action import HALVES
 
 _SHORTEST, _LONGEST = 1e-9, 1e9
 """Seconds that an action may take."""
@@ -97,7 +98,7 @@ def timed_program(
         tuple([blocks for blocks, _ in made]),
         (ProgramInput(writer.data, writer.data, (), True, (0,)),),
         tuple([ProgramOutput(sums, (), False, stage) for stage, sums in enumerate(writer.sums)]),
-        tuple([halves for _, halves in made]),
+        {HALVES.made_by: tuple([halves for _, halves in made])},
         _at_once if together else interleave,
     )
     stages = [Stage(slices[rank_of[stage]], *blocks) for stage, blocks in enumerate(parts.blocks)]

@@ -30,7 +30,7 @@ from distsim.plan_search.bounds.saved_bytes import saved_bytes
 from distsim.plan_search.bounds.spans import LayerSpan, Passage, Spans, is_product
 from distsim.program.block import Block
 from distsim.program.program import Program
-from distsim.schedule import FLUSH
+from distsim.schedule import FLUSH, Kind
 from distsim.simulation.maxplus.block_links import block_links
 from distsim.simulation.tasks.program_ranks import program_ranks
 from distsim.transforms.op_graph import hands_on_gradient
@@ -40,7 +40,8 @@ def layer_work(program: Program, cost_model: CostModel) -> LayerWork | None:
     """Return that of a program; None where blocks of a rank may run beside each other, weights are updated
     without a flush, or ranks of a stage are not alike."""
     schedule = program.schedule
-    if schedule.copies > 1 or schedule.pairs_actions or schedule.splits_backward or schedule.weights != FLUSH:
+    halves = Kind.BACKWARD_INPUT in schedule.kinds
+    if schedule.copies > 1 or schedule.pairs_actions or halves or schedule.weights != FLUSH:
         return None
     ranks = program_ranks(program.mesh, block_links(program.table()).communication, cost_model)
     if any(len(part.members) > 1 for part in ranks.slices):

@@ -30,6 +30,7 @@ from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
 from distsim.schedule import FLUSH, SCHEDULES, Kind
 from distsim.schedule import schedule as schedule_named
+from distsim.schedule.action import SENDS_BACK, SUMS_GRADIENTS
 from distsim.schedule.codes import kind_of, number_of
 from distsim.stage_balance import default_split
 
@@ -85,7 +86,7 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> Flights |
         return None
     if made.copies > 1 or made.pairs_actions or made.weights != FLUSH:
         return None
-    changes = np.array([(kind.until_i, kind.pending_w) for kind in Kind], np.int32)
+    changes = np.array([kind.in_flight for kind in Kind], np.int32)
     each, moments = list[list[int]](), list[npt.NDArray[np.int32]]()
     least, behind, ends_first = list[int](), list[int](), list[bool]()
     for rank, codes in enumerate(made.codes):
@@ -125,12 +126,8 @@ def _most(moments: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
 def _are_summed(kinds: npt.NDArray[Any], own: npt.NDArray[Any]) -> npt.NDArray[Any]:
     """Return whether there are sums of all gradients of stages after each action, of which ``own`` are theirs
     [actions, stages]: the first microbatch has made them, and to those of none the last one has added."""
-    weights, last = (
-        (Kind.BACKWARD.code, Kind.BACKWARD_WEIGHT.code),
-        (Kind.BACKWARD.code, Kind.BACKWARD_INPUT.code),
-    )
-    made = np.cumsum(own & np.isin(kinds, weights)[:, None], axis=0) > 0
-    left = np.cumsum(own & np.isin(kinds, last)[:, None], axis=0)
+    made = np.cumsum(own & SUMS_GRADIENTS[kinds][:, None], axis=0) > 0
+    left = np.cumsum(own & SENDS_BACK[kinds][:, None], axis=0)
     return made & (left < left[-1])
 
 

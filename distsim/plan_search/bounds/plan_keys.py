@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.recomputation import parse_remat
-from distsim.schedule import SCHEDULES, Schedule, example
+from distsim.schedule import SCHEDULES, Kind, Schedule, example
 from distsim.transforms.kernels import Kernels
 
 
@@ -156,7 +156,7 @@ def saves_alike(plan: Plan) -> bool:
 
 def _has_halves(schedule: str) -> bool:
     made = _example_of(schedule)
-    return made is None or made.splits_backward
+    return made is None or Kind.BACKWARD_INPUT in made.kinds
 
 
 def _example_of(schedule: str) -> Schedule | None:

@@ -9,7 +9,7 @@ from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PartitionError, PlanError, ScheduleError
 from distsim.ir import Mesh
 from distsim.plan import parse_stages
-from distsim.schedule import Schedule, schedule
+from distsim.schedule import Kind, Schedule, schedule
 from distsim.simulation.maxplus.engine import run_program
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.stage_balance import Split, StageProblem, mesh_communication
@@ -126,7 +126,7 @@ def _searched(local: Sharded, mesh: Mesh, schedule: Schedule, cost_model: CostMo
     blocks = model_blocks(local, on_device)
     if len(blocks) < stages:
         return []
-    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model, schedule.splits_backward)
+    costs = costs_of(local, blocks, mesh.at(pp=0), cost_model, Kind.BACKWARD_INPUT in schedule.kinds)
     limits = [min(d.usable for d in own.devices) for own in mesh.slices("pp")]
     problem = StageProblem(costs, schedule, mesh_communication(mesh, cost_model), limits)
     found: list[_SimulatedCut] = []
