@@ -249,7 +249,7 @@ def rate_of(name: str, chunks: int, row: dict[str, str]) -> float:
         options = {"memory_limit": int(name[3]) * p, "weight_share": share, "send": send}
         options["seconds"] = (forward, backward_input, weight)
     made = schedule(NAMES[name], p, m, chunks, **options)
-    times = ActionTimes(forward / chunks, backward_input / chunks, weight / chunks, send)
+    times = ActionTimes({"F": forward / chunks, "I": backward_input / chunks, "W": weight / chunks}, send)
     return time_schedule(made, times).bubble
 
 

@@ -207,7 +207,7 @@ def test_what_is_too_wide_is_cut():
 def test_times_that_are_no_multiples_are_rounded():
     text = describe_schedule(time_schedule(one_f_one_b(2, 3), ActionTimes(send=0.1)))
     assert "times are rounded to columns of 1" in text
-    halves = describe_schedule(time_schedule(one_f_one_b(2, 3), ActionTimes(forward=1.5)))
+    halves = describe_schedule(time_schedule(one_f_one_b(2, 3), ActionTimes({"F": 1.5})))
     assert "rounded to" not in halves and "\nrank 1     F0 B0- F1 B1- F2 B2-\n" in halves
 
 
@@ -217,7 +217,7 @@ def test_times_that_are_no_multiples_are_rounded():
 @pytest.mark.parametrize("together", [False, True])
 def test_work_and_bubble_fill_the_longest_span(name, p, m, together):
     order = schedule(name, p, m)
-    times = ActionTimes(3.0, 2.5, 1.25, 0.5)
+    times = ActionTimes({"F": 3.0, "I": 2.5, "W": 1.25}, 0.5)
     found = time_schedule(order, times, together)
     each = {Kind.FORWARD: 3.0, Kind.BACKWARD: 3.75, Kind.BACKWARD_INPUT: 2.5, Kind.BACKWARD_WEIGHT: 1.25}
     assert found.busy == tuple(sum(each[a.kind] for a in actions) for actions in order.actions)
@@ -232,7 +232,8 @@ def test_profiled_times_give_a_published_bubble_rate(request):
     with (request.path.parent / "data" / "schedules" / "zb_table9.csv").open(encoding="utf-8") as file:
         row = next(csv.DictReader(file))
     assert (row["model"], row["p"], row["m"]) == ("1.5B", "8", "24")
-    times = ActionTimes(*(float(row[f"T_{what}_ms"]) for what in ("F", "B", "W", "comm")))
+    forward, half, rest, send = (float(row[f"T_{what}_ms"]) for what in ("F", "B", "W", "comm"))
+    times = ActionTimes({"F": forward, "I": half, "W": rest}, send)
     assert f"{time_schedule(one_f_one_b(8, 24), times).bubble:.4f}" == "0.2431"
 
 

@@ -49,7 +49,7 @@ def test_a_step_takes_the_work_of_its_busiest_rank(name, chunks):
     plan = Plan(pp=4, microbatches=8, schedule=name, chunks=chunks)
     own = schedule(name, 4, 8, None if name == "1f1b_v" else chunks)
     stages = [StageWork(2.0, 1, 1)] * own.num_stages
-    busy = time_schedule(own, ActionTimes(1.0, 0.5, 0.5)).busy
+    busy = time_schedule(own, ActionTimes({"F": 1.0, "I": 0.5, "W": 0.5})).busy
     assert seconds_of_stages(plan, stages) == pytest.approx(max(busy))
     longer = seconds_of_stages(plan, [StageWork(3.0, 1, 1), *stages[1:]])
     assert longer == pytest.approx(max(busy) + 8 * 1.0)
@@ -92,7 +92,9 @@ def test_of_other_schedules_nothing_is_said(name):
 def test_where_stages_are_a_chain_of_layers_ranks_wait_for_those_ahead(name, chunks):
     plan = Plan(pp=4, microbatches=8, schedule=name, chunks=chunks)
     stages = [StageWork(3.0, 1, 0)] * plan.num_stages
-    simulated = time_schedule(schedule(name, 4, 8, chunks), ActionTimes(1.0, 1.0, 1.0)).makespan
+    simulated = time_schedule(
+        schedule(name, 4, 8, chunks), ActionTimes({"F": 1.0, "I": 1.0, "W": 1.0})
+    ).makespan
     # The gradient of what the first layer takes in is none that the bound counts: a backward pass of inputs.
     least = seconds_of_stages(plan, stages, LayerPassage(1.0, 2.0, 0.0))
     assert least == simulated - 2.0
@@ -105,7 +107,7 @@ def test_what_a_rank_waits_for_at_first_counts_where_it_comes_back(name, chunks)
     """Steps of a parallelogram follow each other faster than one takes."""
     plan = Plan(pp=4, microbatches=8, schedule=name, chunks=chunks)
     made = schedule(name, 4, 8, None if SCHEDULES[name].chunks else chunks)
-    program, costs = timed_program(made, ActionTimes(1.0, 1.0, 1.0))
+    program, costs = timed_program(made, ActionTimes({"F": 1.0, "I": 1.0, "W": 1.0}))
     step = Simulator(costs).simulate(program)
     least = seconds_of_stages(plan, [StageWork(3.0, 1, 0)] * plan.num_stages, LayerPassage(1.0, 1.0, 0.0))
     assert 24.0 * chunks <= least <= step.step_period

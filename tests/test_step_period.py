@@ -32,7 +32,7 @@ def simulated(schedule, plan="pp=4,microbatches=8,stages=layers", **options):
     return distsim.simulate(GPT, "dgx-h100", f"{plan},schedule={schedule}", 8, **settings)
 
 
-@pytest.mark.parametrize("times", [ActionTimes(), ActionTimes(1.0, 1.0, 1.0, 0.25)])
+@pytest.mark.parametrize("times", [ActionTimes(), ActionTimes({"F": 1.0, "I": 1.0, "W": 1.0}, 0.25)])
 @pytest.mark.parametrize("name", ["zb_h2", "zb_v"])
 def test_a_parallelogram_overlaps_the_next_step(name, times):
     found, step = timed(name, times=times)

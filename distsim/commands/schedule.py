@@ -13,9 +13,10 @@ from distsim.errors import ScheduleError
 from distsim.report import describe_schedule, plot_schedule
 from distsim.report.output import check_format, check_target, replacing
 from distsim.report.progress import Progress
-from distsim.schedule import FLUSH, SCHEDULES, Schedule, read_csv, schedule, write_csv
+from distsim.schedule import FLUSH, SCHEDULES, Kind, Schedule, read_csv, schedule, write_csv
+from distsim.schedule.action import way_of
 from distsim.schedule.catalogue import check_named
-from distsim.simulation.action_times import ActionTimes
+from distsim.simulation.action_times import TIMED, ActionTimes
 from distsim.simulation.schedule_times import time_schedule
 
 MOST_PAIRS = 200_000
@@ -43,15 +44,17 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--microbatches", type=int, help="of a step, those of both copies in dualpipe")
     times = ActionTimes()
-    for kind, what in (
-        ("forward", "a forward"),
-        ("backward_input", "the backward of inputs"),
-        ("backward_weight", "the backward of weights; a whole backward takes both"),
-        ("send", "a message, from the end of an action to the start of one on another rank"),
-    ):
-        option, default = f"--{kind.replace('_', '-')}", getattr(times, kind)
+    options = [(kind.name.lower(), kind.value, times.of_kind(kind), kind.phase) for kind in TIMED]
+    about = "a message, from the end of an action to the start of one on another rank"
+    for name, dest, default, what in (*options, ("send", "send", times.send, about)):
+        both = "; a whole backward takes both" if dest == Kind.BACKWARD_WEIGHT.value else ""
         parser.add_argument(
-            option, type=float, default=default, metavar="TIME", help=f"time of {what} (default {default:g})"
+            f"--{name.replace('_', '-')}",
+            type=float,
+            default=default,
+            dest=dest,
+            metavar="TIME",
+            help=f"time of {what}{both} (default {default:g})",
         )
     parser.add_argument(
         "--memory-limit",
@@ -89,7 +92,7 @@ def run(options: argparse.Namespace) -> int:
         check_target(path)
     if options.plot:
         check_format(options.plot, "a schedule")
-    times = ActionTimes(options.forward, options.backward_input, options.backward_weight, options.send)
+    times = ActionTimes({kind.value: getattr(options, kind.value) for kind in TIMED}, options.send)
     chosen = _chosen(options, times)
     if options.together and not chosen.pairs_actions:
         raise ScheduleError(
@@ -141,7 +144,7 @@ def _named(options: argparse.Namespace, times: ActionTimes) -> Schedule:
     _check_size(math.prod([max(size, 0) for size in sizes]))
     asked = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
     if options.name in SCHEDULES and "seconds" in SCHEDULES[options.name].options:
-        asked["seconds"] = (times.forward, times.backward_input, times.backward_weight)
+        asked["seconds"] = tuple([times.of_kind(kind) for kind in way_of(Kind.BACKWARD_INPUT.bit)])
         asked["send"] = times.send
     return schedule(options.name, options.stages, options.microbatches, options.chunks, **asked)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from distsim.program.table import UPDATE
@@ -242,13 +243,21 @@ def schedule_figure(found: ScheduleTimes) -> Any:
     axes.spines[["top", "right"]].set_visible(False)
     axes.set_xlabel("time")
     axes.set_title(f"{schedule.name}: makespan {found.makespan:.6g}, bubble {found.bubble:.2%}", fontsize=10)
+    streams = sorted({stream for beside in found.beside for stream in beside})
+    lanes = [found.ranks, *[[beside.get(stream, ()) for beside in found.beside] for stream in streams]]
     boxes = [
-        Box(rank, box.start, box.end, _marks(box.cell, chunks))
-        for rank, cells in enumerate(found.ranks)
-        for box in cells
+        [
+            Box(rank, box.start, box.end, _marks(box.cell, chunks))
+            for rank, cells in enumerate(lane)
+            for box in cells
+        ]
+        for lane in lanes
     ]
-    legend(figure, [mark for box in boxes for mark in box.marks], schedule.chunks)
-    draw_boxes(axes, boxes, schedule.chunks, -0.42, 0.42)
+    legend(figure, [mark for lane in boxes for box in lane for mark in box.marks], schedule.chunks)
+    # What runs beside computation is a strip below it for each stream.
+    edges = [-0.42, *[0.42 - 0.18 * n for n in range(len(streams), -1, -1)]]
+    for (bottom, top), lane in zip(pairwise(edges), boxes, strict=True):
+        draw_boxes(axes, lane, schedule.chunks, bottom, top)
     return figure
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from distsim.report.schedule_picture import chunk_of
-from distsim.schedule import FLUSH, Cell, Schedule
+from distsim.schedule import FLUSH, Cell, Kind, Schedule
+from distsim.schedule.action import HALVES, way_of
 from distsim.schedule.refusals import count
 from distsim.simulation.explain.text import table
-from distsim.simulation.schedule_times import ScheduleTimes
+from distsim.simulation.schedule_times import CellTime, ScheduleTimes
 from distsim.simulation.steady_state import short_step_note
 
 _MOST_COLUMNS = 4000
@@ -33,8 +34,11 @@ def describe_schedule(found: ScheduleTimes, width: int | None = None) -> str:
         sizes.insert(1, f"{schedule.chunks} stages a rank")
     if schedule.copies > 1:
         sizes[-1] += f" for each of {schedule.copies} copies of the model"
-    taken = f"forward {times.forward:g}, backward {times.backward_input:g} + {times.backward_weight:g}"
-    lines = [f"{schedule.name}: {', '.join(sizes)}; {taken}, send {times.send:g}", ""]
+    forward, first, rest = (times.of_kind(kind) for kind in way_of(Kind.BACKWARD_INPUT.bit))
+    taken = [f"forward {forward:g}, backward {first:g} + {rest:g}"]
+    others = sorted(kind for kind in schedule.kinds if kind.runs not in (HALVES, Kind.FORWARD.runs))
+    taken += [f"{kind.phase} {times.of_kind(kind):g}" for kind in others]
+    lines = [f"{schedule.name}: {', '.join(sizes)}; {', '.join(taken)}, send {times.send:g}", ""]
     lines += [*_drawing(found, width), "", *_figures(found), "", *_rank_table(found)]
     return "\n".join(lines)
 
@@ -93,7 +97,8 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
 def _drawing(found: ScheduleTimes, width: int | None) -> list[str]:
     """Return a line of times and a line per rank; an action begins where its name does."""
     unit, exact = _unit(found)
-    boxes = [[(_column(b.start, unit), _column(b.end, unit), b.cell) for b in cells] for cells in found.ranks]
+    lanes = list(_lanes(found))
+    boxes = [[(_column(b.start, unit), _column(b.end, unit), b.cell) for b in cells] for _, cells in lanes]
     names = _CellNames(found.schedule)
     last = _column(found.makespan, unit)
     longest = [
@@ -103,17 +108,17 @@ def _drawing(found: ScheduleTimes, width: int | None) -> list[str]:
         if end > start
     ]
     cell_width = max(1, math.ceil(max(longest)))
-    margin = len(f"rank {len(boxes) - 1}") + 2
+    margin = max(len(label) for label, _ in lanes) + 2
     room = _MOST_COLUMNS if width is None else max((width - margin) // cell_width, 1)
     shown = min(last, room)
     lines = [" " * margin + _ruler(shown, cell_width, unit)]
-    for rank, row in enumerate(boxes):
+    for (label, _), row in zip(lanes, boxes, strict=True):
         line = ""
         for start, end, cell in row:
             if end <= shown:
                 size = (end - start) * cell_width - 1
                 line = line.ljust(start * cell_width) + names.text(cell).ljust(size, "-") + " "
-        lines.append(f"rank {rank}".ljust(margin) + line.rstrip())
+        lines.append(label.ljust(margin) + line.rstrip())
     notes = [names.note] if names.note else []
     if not exact:
         notes.append(f"times are rounded to columns of {unit:g}")
@@ -122,10 +127,18 @@ def _drawing(found: ScheduleTimes, width: int | None) -> list[str]:
     return [*lines, *notes]
 
 
+def _lanes(found: ScheduleTimes) -> Iterator[tuple[str, Sequence[CellTime]]]:
+    """Yield the label and the cells of each line: a rank, and what it does on other streams meanwhile."""
+    for rank, (cells, beside) in enumerate(zip(found.ranks, found.beside, strict=True)):
+        yield f"rank {rank}", cells
+        yield from ((f"  {stream}", own) for stream, own in beside.items())
+
+
 def _unit(found: ScheduleTimes) -> tuple[float, bool]:
     """Return the time of a column, and whether every action begins and ends with one."""
-    shortest = min(box.end - box.start for cells in found.ranks for box in cells)
-    moments = {moment for cells in found.ranks for box in cells for moment in (box.start, box.end)}
+    boxes = [box for _, cells in _lanes(found) for box in cells]
+    shortest = min(box.end - box.start for box in boxes)
+    moments = {moment for box in boxes for moment in (box.start, box.end)}
     for part in range(1, _FINER + 1):
         unit = shortest / part
         if all(math.isclose(moment, unit * round(moment / unit), abs_tol=1e-6 * unit) for moment in moments):

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from distsim.cost.cost_model import CostModel
@@ -13,12 +13,12 @@ from distsim.hardware.rank_axes import logical_mesh
 from distsim.ir import Attributes, Bool, Device, Function, FunctionMaker, Mesh, Tensor, Topology, Value
 from distsim.ir.link import Link
 from distsim.ir.topology import Level
-from distsim.ops import Signature, Work
+from distsim.ops import Signature, Work, operator
 from distsim.program.block import Block, StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.passes.overlap_pairs import interleave
 from distsim.program.program import Program
-from distsim.schedule import FLUSH, Schedule
+from distsim.schedule import FLUSH, Kind, Schedule
 from distsim.schedule.action import HALVES
 
 _SHORTEST, _LONGEST = 1e-9, 1e9
@@ -29,26 +29,44 @@ _SHORTEST, _LONGEST = 1e-9, 1e9
 class ActionTimes:
     """Seconds of the actions of every stage, and until what it sends has arrived on another rank.
 
-    A whole backward takes ``backward_input + backward_weight``. A message occupies nobody: ``send`` may be at
-    most the least time of the actions that send, so that none overtakes or waits for the one before it.
+    ``seconds`` are by the letters of kinds, and 1 for what is not there. A whole backward takes what I and W
+    take. A message occupies nobody: ``send`` may be at most the least time of the actions that send, so that
+    none overtakes or waits for the one before it.
+
+    >>> times = ActionTimes({"F": 2.0, "W": 0.5})
+    >>> [times.of_kind(kind) for kind in Kind][:4]
+    [2.0, 1.5, 1.0, 0.5]
     """
 
-    forward: float = 1.0
-    backward_input: float = 1.0
-    backward_weight: float = 1.0
+    seconds: Mapping[str, float] = field(default_factory=dict[str, float])
     send: float = 0.0
 
     def __post_init__(self) -> None:
-        for name in ("forward", "backward_input", "backward_weight"):
-            if not _SHORTEST <= getattr(self, name) <= _LONGEST:
+        known = {kind.value: kind for kind in TIMED}
+        for letter, seconds in self.seconds.items():
+            if letter not in known:
                 raise ScheduleError(
-                    f"{name}={getattr(self, name):g} must be between {_SHORTEST:g} and {_LONGEST:g}"
+                    f"{letter!r:.40} is no kind that has a time; choose from {', '.join(known)}"
                 )
-        if not 0 <= self.send <= min(self.forward, self.backward_input):
+            if not _SHORTEST <= seconds <= _LONGEST:
+                name = known[letter].name.lower()
+                raise ScheduleError(f"{name}={seconds:g} must be between {_SHORTEST:g} and {_LONGEST:g}")
+        forward, back = self.of_kind(Kind.FORWARD), self.of_kind(Kind.BACKWARD_INPUT)
+        if not 0 <= self.send <= min(forward, back):
             raise ScheduleError(
-                f"send={self.send:g} must be between 0 and the shorter of forward={self.forward:g} and "
-                f"backward_input={self.backward_input:g}: a message would wait for the one before"
+                f"send={self.send:g} must be between 0 and the shorter of forward={forward:g} and "
+                f"backward_input={back:g}: a message would wait for the one before"
             )
+
+    def of_kind(self, kind: Kind) -> float:
+        """Return the seconds of a kind of action."""
+        if kind is Kind.BACKWARD:
+            return self.of_kind(Kind.BACKWARD_INPUT) + self.of_kind(Kind.BACKWARD_WEIGHT)
+        return self.seconds.get(kind.value, 1.0)
+
+
+TIMED = tuple([kind for kind in Kind if kind is not Kind.BACKWARD])
+"""The kinds that have a time of their own."""
 
 
 class _Given:
@@ -66,6 +84,16 @@ class _Given:
         return self.send if kind == "all_reduce" else 0.0
 
 
+class _GivenCosts(CostModel):
+    """The costs of these rules, by which a copy to or from the host takes what it says as well."""
+
+    def seconds(self, signature: Signature, where: Group) -> float:
+        """Seconds of an op."""
+        if operator(signature.op_type).host_stream:
+            return float(signature.attributes["seconds"])
+        return super().seconds(signature, where)
+
+
 def timed_program(
     schedule: Schedule, times: ActionTimes | None = None, together: bool = False
 ) -> tuple[Program, CostModel]:
@@ -76,6 +104,10 @@ def timed_program(
     pair of actions takes as long as both: one after the other, each message sent when its action ends, or
     ``together``: started when both can be, its messages sent at the end (as DeepSeek's figures draw it).
     There are no weights, hence no updates of them: of a schedule without a flush it is the order that counts.
+    What kinds besides F, B and its halves run is made of the passes that take these times, as in any program.
+
+    Raises :class:`ScheduleError` for one of them that is on another stream than its kind says, and for pairs
+    that start ``together`` of actions that are not all on that of computation.
 
     >>> from distsim.schedule import one_f_one_b
     >>> from distsim.simulation import Simulator
@@ -101,6 +133,17 @@ def timed_program(
         {HALVES.made_by: tuple([halves for _, halves in made])},
         _at_once if together else interleave,
     )
+    if together and schedule.pairs_actions and any(kind.runs.stream for kind in schedule.kinds):
+        raise ScheduleError(
+            f"{schedule.name}: what is copied beside computation starts with nothing together"
+        )
+    for name in sorted({kind.runs.made_by for kind in schedule.kinds} - {"", HALVES.made_by}):
+        kinds = [kind for kind in Kind if kind.runs.made_by == name]
+        own = [
+            tuple([_timed(block, kind, times) for kind, block in zip(kinds, blocks, strict=True)])
+            for blocks in parts.made_by(name)
+        ]
+        parts = replace(parts, given={**parts.given, name: tuple(own)})
     stages = [Stage(slices[rank_of[stage]], *blocks) for stage, blocks in enumerate(parts.blocks)]
     program = Program(
         schedule.name,
@@ -112,7 +155,28 @@ def timed_program(
         parts.outputs,
         shared_parts=parts,
     )
-    return program, CostModel(topology, rules=_Given(times.send))
+    return program, _GivenCosts(topology, rules=_Given(times.send))
+
+
+def _timed(block: Block, kind: Kind, times: ActionTimes) -> Block:
+    """Return the block of a kind with ops that take the time of the kind together, on the stream it names."""
+
+    def timed(function: Function) -> Function:
+        busy = [op for op in function.ops if operator(op.op_type).host_stream or op.attributes.get("seconds")]
+        if {operator(op.op_type).host_stream for op in busy} != {kind.runs.stream}:
+            raise ScheduleError(
+                f"{kind.value} ({kind.phase}) does not run on {kind.runs.stream or 'compute'}, or not there "
+                "alone; say in its line on which stream it is (schedule/action.py)"
+            )
+        given = {"seconds": times.of_kind(kind) / len(busy)}
+        ops = [
+            replace(op, attributes=Attributes({**op.attributes, **given})) if op in busy else op
+            for op in function.ops
+        ]
+        return replace(function, ops=tuple(ops))
+
+    more = None if block.accumulating is None else timed(block.accumulating)
+    return replace(block, function=timed(block.function), accumulating=more)
 
 
 def _crossings(schedule: Schedule) -> list[bool | None]:
@@ -147,13 +211,12 @@ class _BlockWriter:
         given = self.data if above is None else self.forwards[stage] if above else self.saved[stage - 1]
         before = () if above is None else (self.backwards[stage],)
         after = (self.forwards[stage + 1],) if below else ()
-        forward = self._block("F", (given,), times.forward, (saved, *after), "dp")
-        whole = times.backward_input + times.backward_weight
+        forward = self._block("F", (given,), times.of_kind(Kind.FORWARD), (saved, *after), "dp")
         up = "tp" if above else ""
-        backward = self._block("B", (*gradient, saved), whole, (*before, sums), up)
+        backward = self._block("B", (*gradient, saved), times.of_kind(Kind.BACKWARD), (*before, sums), up)
         rest = self._value(f"pending{stage}", 0)
-        half = self._block("I", (*gradient, saved), times.backward_input, (rest, *before), up)
-        other = self._block("W", (rest, saved), times.backward_weight, (sums,), "")
+        half = self._block("I", (*gradient, saved), times.of_kind(Kind.BACKWARD_INPUT), (rest, *before), up)
+        other = self._block("W", (rest, saved), times.of_kind(Kind.BACKWARD_WEIGHT), (sums,), "")
         return (forward, backward, ()), (half, other)
 
     def _block(

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from distsim.ops import operator
 from distsim.schedule import Cell, Schedule, longer
 from distsim.simulation.action_times import ActionTimes, timed_program
 from distsim.simulation.simulator import Simulator
@@ -23,16 +24,21 @@ class CellTime:
 
 @dataclass(frozen=True, eq=False)
 class ScheduleTimes:
-    """A schedule, the times of its actions, and per rank what it does when, in its order. Seconds."""
+    """A schedule, the times of its actions, and per rank what it does when, in its order. Seconds.
+
+    ``beside`` is what each rank does meanwhile on other streams than that of computation, by their names.
+    """
 
     schedule: Schedule
     times: ActionTimes
     ranks: tuple[tuple[CellTime, ...], ...]
+    beside: tuple[Mapping[str, tuple[CellTime, ...]], ...]
 
     @cached_property
     def makespan(self) -> float:
         """From 0 to the last end."""
-        return max(cells[-1].end for cells in self.ranks if cells)
+        beside = [cells for streams in self.beside for cells in streams.values()]
+        return max(cells[-1].end for cells in (*self.ranks, *beside) if cells)
 
     @cached_property
     def rank_span(self) -> float:
@@ -65,7 +71,7 @@ class ScheduleTimes:
 
     @cached_property
     def busy(self) -> tuple[float, ...]:
-        """Seconds of work of each rank."""
+        """Seconds of work of each rank, copies beside it not counted."""
         return tuple(float(sum([box.end - box.start for box in cells])) for cells in self.ranks)
 
 
@@ -88,16 +94,31 @@ def time_schedule(
     rank_of = {
         simulation.class_of(piece.devices[0]): rank for rank, piece in enumerate(program.mesh.slices("pp"))
     }
-    boxes: list[list[tuple[float, float]]] = [[] for _ in rank_of]
+    boxes: list[dict[str, list[tuple[float, float]]]] = [{} for _ in rank_of]
     for span in simulation.spans():
-        # An action is what takes time: a Delay. What carries its messages and sums takes none.
-        if span.stream.rank_class in rank_of and span.op.op_type == "Delay" and span.end > span.start:
-            boxes[rank_of[span.stream.rank_class]].append((span.start, span.end))
+        # An action is what takes time: a Delay, or a copy. What carries its messages and sums takes none.
+        stream = operator(span.op.op_type).host_stream
+        if (
+            span.stream.rank_class in rank_of
+            and (stream or span.op.op_type == "Delay")
+            and span.end > span.start
+        ):
+            boxes[rank_of[span.stream.rank_class]].setdefault(stream, []).append((span.start, span.end))
     cells = schedule.ranks if together else [[(action,) for action in row] for row in schedule.actions]
-    return ScheduleTimes(schedule, times, tuple(map(_in_order, cells, boxes)))
+    found = [_by_stream(row, own) for row, own in zip(cells, boxes, strict=True)]
+    return ScheduleTimes(schedule, times, tuple([own.pop("") for own in found]), tuple(found))
+
+
+def _by_stream(
+    cells: Sequence[Cell], boxes: Mapping[str, Sequence[tuple[float, float]]]
+) -> dict[str, tuple[CellTime, ...]]:
+    """Return the cells of a rank by the stream that they are on, with when they run."""
+    streams = dict.fromkeys(["", *boxes, *[cell[0].kind.runs.stream for cell in cells]])
+    own = {stream: [cell for cell in cells if cell[0].kind.runs.stream == stream] for stream in streams}
+    return {stream: _in_order(row, boxes.get(stream, ())) for stream, row in own.items()}
 
 
 def _in_order(cells: Sequence[Cell], boxes: Sequence[tuple[float, float]]) -> tuple[CellTime, ...]:
-    """Return the cells of a rank with when they run: one after the other, in its order."""
+    """Return the cells of a stream with when they run: one after the other, in their order."""
     pairs = zip(cells, sorted(boxes), strict=True)
     return tuple(CellTime(cell, start, end) for cell, (start, end) in pairs)
