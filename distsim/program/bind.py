@@ -79,7 +79,7 @@ class Binder:
         # Copies of the model are summed first; versions of the weights have their own sums.
         self.ends_early = flush and copies == 1 and bool(parts.early)
         self.calls: dict[tuple[int, int, bool], BoundBlock | None] = {}
-        self.keys: dict[tuple[int, Kind, bool], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
+        self.keys: dict[tuple[int, bool], tuple[tuple[Key, ...], tuple[Key, ...]]] = {}
         self.named: dict[tuple[int, int], RankKeys] = {}
         self.pairs: dict[tuple[BoundBlock, BoundBlock], BoundBlock] = {}
         self.transfers: dict[tuple[Value, int, int, int], BoundBlock] = {}
@@ -137,17 +137,18 @@ class Binder:
         differs = part.accumulated or (kind is Kind.FORWARD and stage in self.begun)
         key = family, place if differs else 0, start
         if key not in self.calls:
-            self.calls[key] = self._call(part, stage, kind, key[1], start) if part.outputs else None
+            self.calls[key] = self._call(part, *key) if part.outputs else None
         return self.calls[key]
 
-    def _call(self, part: Block, stage: int, kind: Kind, place: int, start: bool) -> BoundBlock:
+    def _call(self, part: Block, family: int, place: int, start: bool) -> BoundBlock:
+        stage, kind = number_of(family), _KINDS[kind_of(family)]
         rank = self.rank_of[stage]
-        found = self.keys.get((stage, kind, start))
+        found = self.keys.get((family, start))
         if found is None:  # calls in other places have the same keys
             sums, once, each = set(part.accumulated), self.on(rank, ONCE), self.on(rank, FIRST)
             reads = self._reads(part.inputs, rank, start)
             makes = tuple([once[v] if v in sums else each[v] for v in part.outputs])
-            found = self.keys[stage, kind, start] = reads, makes
+            found = self.keys[family, start] = reads, makes
         reads, makes = found
         function, names = part.function, part.names
         adds = bool(part.accumulated and place & LATER and part.accumulating is not None)

@@ -221,6 +221,12 @@ def roles_of_ranks(schedule: Schedule, inputs: Sequence[ProgramInput]) -> list[d
     return roles
 
 
+def families(block: BoundBlock, stages: Sequence[int]) -> tuple[int, ...]:
+    """Return of each action of a block the code of its kind and of its stage among those of its rank."""
+    pairs = zip(block.kind, block.stages, strict=True)
+    return tuple([code_of(stages.index(stage), _CODES[kind]) for kind, stage in pairs])
+
+
 def _how(block: BoundBlock) -> int:
     """Return what a block does to sums, as of :class:`RankCalls`."""
     return LATER * block.adds + LAST * block.ends + BEGINS * bool(block.begins)
@@ -270,12 +276,9 @@ class _Builder:
         if block.pair:
             self._add_pair(block)
         for each in block.pair or (block,):
-            known = self.blocks.setdefault((self._family(each), _how(each)), each)
+            known = self.blocks.setdefault((families(each, self.stages)[0], _how(each)), each)
             if (known.function, known.reads, known.makes) != (each.function, each.reads, each.makes):
                 raise Irregular  # more tells them apart than what they do to sums
-
-    def _family(self, block: BoundBlock) -> int:
-        return code_of(self.stages.index(block.stages[0]), _CODES[block.kind])
 
     def _add_pair(self, block: BoundBlock) -> None:
         """Note what two blocks that overlap read as gradients: more, perhaps, than either of them alone."""
@@ -286,7 +289,8 @@ class _Builder:
         inputs, count = gradient_inputs(block.callee), len(one.reads)
         of_both = [i for i in inputs if i < count], [i - count for i in inputs if i >= count]
         for side, (each, other, places) in enumerate(zip((one, two), (two, one), of_both, strict=True)):
-            key = self._family(each), _how(each), 2 * self._family(other) + side
+            (family,), (beside,) = families(each, self.stages), families(other, self.stages)
+            key = family, _how(each), 2 * beside + side
             if self.gradients.setdefault(key, tuple(places)) != tuple(places):
                 raise Irregular
 

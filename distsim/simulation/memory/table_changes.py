@@ -16,10 +16,8 @@ import numpy as np
 
 from distsim.cache import Cache, uncollected
 from distsim.program.parts import Parts
-from distsim.program.table import SEND, BoundBlock, Table
+from distsim.program.table import SEND, Table
 from distsim.program.table_columns import TableColumns
-from distsim.schedule import Kind
-from distsim.schedule.codes import code_of
 from distsim.simulation.memory.excerpt import Sample
 from distsim.simulation.memory.kernel import (
     Amounts,
@@ -31,11 +29,9 @@ from distsim.simulation.memory.kernel import (
     compose,
     counted,
 )
-from distsim.simulation.memory.rank_calls import Irregular, Rank, RankCalls, ranks_of, resized_ranks
+from distsim.simulation.memory.rank_calls import Irregular, Rank, RankCalls, families, ranks_of, resized_ranks
 from distsim.simulation.memory.row_changes import NOTHING, Change, RankUse
 from distsim.simulation.memory.sampling import Sampling, samplings
-
-_CODES = {kind.value: kind.code for kind in Kind}
 
 
 @dataclass(frozen=True, eq=False)
@@ -239,15 +235,10 @@ class _TableRanks:
                 (source, uses[source].sent(ranks[source].sent[what], one)),
                 (target, uses[target].brought(ranks[target].brought[what], two)),
             ]
-        use, families = uses[block.rank], self._families(block)
+        use, own = uses[block.rank], families(block, ranks[block.rank].stages)
         if not block.pair:
-            return [(block.rank, use.call(families[0], one))]
-        return [(block.rank, use.pair((families[0], one), (families[1], two), block.callee, bool(same)))]
-
-    def _families(self, block: BoundBlock) -> list[int]:
-        stages = self.ranks[block.rank].stages
-        pairs = zip(block.stages, block.kind, strict=True)
-        return [code_of(stages.index(stage), _CODES[kind]) for stage, kind in pairs]
+            return [(block.rank, use.call(own[0], one))]
+        return [(block.rank, use.pair((own[0], one), (own[1], two), block.callee, bool(same)))]
 
 
 def _use_of(calls: RankCalls, sample: Sample) -> RankUse:
