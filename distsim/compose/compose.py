@@ -82,7 +82,7 @@ def build_program(
     which ops of what the stages run one kernel runs; what backward reads of a kernel's inside it still makes.
 
     Raises :class:`PlanError` for a plan of other degrees than mesh or schedule, one that does not fit the
-    function or the batch, one that offloads from devices without a link to their host, and for ``auto``
+    function or the batch, one that copies from devices without a link to their host, and for ``auto``
     without a cost model.
 
     >>> from distsim.hardware import load_cluster
@@ -97,7 +97,7 @@ def build_program(
     if mesh.axes != (("pp", plan.pp), *rank_axes(plan).sizes.items()):
         raise PlanError(f"plan {plan} is for a mesh of other degrees than {mesh}; make them agree")
     if plan.offload:
-        _check_host_links(plan, mesh)
+        _check_host_links(mesh, f"offload={plan.offload}", "say offload=0")
     if cost_model is None:
         if plan.stages == "auto":
             raise PlanError("stages=auto simulates splits; give build_program a cost_model")
@@ -109,6 +109,8 @@ def build_program(
         except ScheduleError as error:
             raise PlanError(str(error)) from None
     _check_schedule(plan, schedule)
+    if any(kind.runs.stream for kind in schedule.kinds):
+        _check_host_links(mesh, f"schedule={schedule.name}", "choose another schedule")
     cut = cut_of(function, mesh, plan, kernels, cost_model, schedule)
     if plan.remat == "none":
         return cut.program(mesh, schedule)
@@ -117,14 +119,13 @@ def build_program(
     return cut.program(mesh, schedule, saving_all)
 
 
-def _check_host_links(plan: Plan, mesh: Mesh) -> None:
-    """Check that all devices can offload."""
+def _check_host_links(mesh: Mesh, what: str, way_out: str) -> None:
+    """Check that all devices can copy to their hosts, as ``what`` does."""
     unlinked = next((device for device in mesh.devices if device.host_link is None), None)
     if unlinked is not None:
         raise PlanError(
-            f"offload={plan.offload} copies to the host, and {unlinked} has no host_link; give it one, as in "
-            "Device(..., host_link=Link(25e9)) or under [device.host_link] of a cluster's file, or say "
-            "offload=0"
+            f"{what} copies to the host, and {unlinked} has no host_link; give it one, as in "
+            f"Device(..., host_link=Link(25e9)) or under [device.host_link] of a cluster's file, or {way_out}"
         )
 
 
