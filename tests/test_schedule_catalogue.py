@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import os
 import re
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -14,8 +15,9 @@ from hypothesis import strategies as st
 from schedule_replay import peaks, replay
 
 from distsim import search
-from distsim.errors import ScheduleError
+from distsim.errors import ScheduleError, SimulationError
 from distsim.plan import Plan
+from distsim.plan_search.workers import _check_importable
 from distsim.schedule import (
     FLUSH,
     SCHEDULES,
@@ -281,6 +283,27 @@ def test_what_a_schedule_is_like_is_told_by_the_smallest_that_is_made(monkeypatc
     assert made is not None and (made.num_ranks, made.weights) == (8, FLUSH)
     found = search("gpt2", "dgx-a100", batch=8, workers=1, plan="tp=1,pp=2|8,schedule=picky")
     assert found.trials
+
+
+def gpipe_again(p: int, m: int, chunks: int) -> Schedule:
+    return gpipe(p, m)
+
+
+def test_processes_of_a_search_know_what_was_registered_or_it_is_refused_by_name(monkeypatch):
+    """They import what makes a schedule; what they cannot import is named before any plan is tried."""
+    asked = {"batch": 8, "plan": "tp=1,pp=2,microbatch_size=1,schedule=own"}
+    for make in (gpipe_again, lambda p, m, chunks: gpipe(p, m)):
+        own = Generator(make, 1, "loop", "GPipe by another name", "this test")
+        monkeypatch.setitem(catalogue._SCHEDULES, "own", own)
+        if make is gpipe_again:
+            found, alone = (search("mlp:layers=4", "dgx-a100", workers=n, **asked) for n in (2, 1))
+            assert found.best == alone.best and "schedule=own" in found.best.text
+            continue
+        with pytest.raises(SimulationError, match="'own' was registered in this process, and others cannot"):
+            search("mlp:layers=4", "dgx-a100", workers=2, **asked)
+    monkeypatch.setattr(gpipe_again, "__module__", "__main__")
+    with pytest.raises(SimulationError, match="'own' was registered"):
+        _check_importable({"own": replace(own, make=gpipe_again)}, elsewhere=True)
 
 
 def test_a_schedule_of_other_chunks_than_asked_for_is_refused(monkeypatch):

@@ -18,7 +18,7 @@ from distsim.errors import DistsimError, PlanError
 from distsim.hardware.variation import in_use
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology, all_ops
-from distsim.plan import Plan
+from distsim.plan import Plan, parse_schedule
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.journal import JournalWriter, TrialJournal, digest_of, figures_of
@@ -28,6 +28,7 @@ from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import TrainingCosts
 from distsim.plan_search.trial import LATER, TOO_LARGE, PlanTrial
 from distsim.plan_search.workers import PlanUnit, RemoteWorkers, processes_for, workers_for
+from distsim.schedule.catalogue import registered
 from distsim.schedule.refusals import count
 from distsim.simulation.trained_step import PeakRate, SearchedStep
 from distsim.suggestions import choices_for
@@ -163,7 +164,8 @@ class SearchRun:
         }
         standing, counts = Standing(), _Counts(time.monotonic())
         asked = processes_for(len(self.plans)) if self.workers is None else self.workers
-        workers = workers_for(self.problem, asked, self.journal, evaluator)
+        named = registered({parse_schedule(plan.schedule)[0] for plan in self.plans})
+        workers = workers_for(self.problem, asked, self.journal, evaluator, named)
         try:
             queue = PlanQueue(_left(self.plans, evaluator, standing, found), evaluator, standing)
             while queue:

@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import pickle
 import signal
+import sys
 import threading
 import zlib
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
@@ -26,6 +27,12 @@ from distsim.plan import Plan
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem, Standing
 from distsim.plan_search.journal import JournalWriter, distsim_version
 from distsim.plan_search.trial import PlanTrial
+from distsim.schedule import SCHEDULES, Generator, register_schedule
+
+Schedules = Mapping[str, Generator]
+"""Those that were registered where a search began, by name."""
+SharedProblem = tuple[SearchProblem, Schedules]
+"""What a process is given to try units of."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -81,14 +88,50 @@ def processes_for(plans: int) -> int:
 
 
 def workers_for(
-    problem: SearchProblem, given: int | RemoteWorkers, journal: Path | None, evaluator: PlanEvaluator
+    problem: SearchProblem,
+    given: int | RemoteWorkers,
+    journal: Path | None,
+    evaluator: PlanEvaluator,
+    schedules: Schedules,
 ) -> Workers:
-    """Return so many processes as workers, one being this one, or those behind an executor."""
+    """Return so many processes as workers, one being this one, or those behind an executor.
+
+    Raises :class:`SimulationError` for less than one, and for ``schedules`` that were registered here and
+    cannot be handed on to other processes.
+    """
     if isinstance(given, RemoteWorkers):
-        return _RemoteUnits(problem, given, journal)
+        _check_importable(schedules, elsewhere=True)
+        return _RemoteUnits((problem, schedules), given, journal)
     if given < 1:
         raise SimulationError(f"{given} workers: a search takes at least one process")
-    return _UnitRunner(evaluator, journal) if given == 1 else _Processes(problem, given, journal)
+    if given == 1:
+        return _UnitRunner(evaluator, journal)
+    _check_importable(schedules, elsewhere=False)
+    return _Processes((problem, schedules), given, journal)
+
+
+def _check_importable(schedules: Schedules, elsewhere: bool) -> None:
+    """Check that other processes, perhaps on other machines, find what makes schedules by its name."""
+    started = hasattr(sys.modules["__main__"], "__file__") and not elsewhere
+    for name, generator in schedules.items():
+        try:
+            found = started or generator.make.__module__ != "__main__"
+            pickle.dumps(generator)
+        except (AttributeError, TypeError, pickle.PicklingError):
+            found = False
+        if not found:
+            raise SimulationError(
+                f"the schedule {name!r} was registered in this process, and others cannot import what "
+                "makes it: define that at the top of a module of its own, or search with one worker"
+            )
+
+
+def _evaluator(problem: SearchProblem, schedules: Schedules) -> PlanEvaluator:
+    """Return the evaluator of a process that lacks what was registered where the search began."""
+    for name, generator in schedules.items():
+        if SCHEDULES.get(name) != generator:
+            register_schedule(name, generator)
+    return PlanEvaluator(problem)
 
 
 class _UnitRunner:
@@ -129,7 +172,7 @@ def _append(writer: JournalWriter, trial: PlanTrial, unit: PlanUnit) -> None:
 class _Processes:
     """Tries units in processes, each in the one that is free; each writes to the journal what it tried."""
 
-    def __init__(self, problem: SearchProblem, count: int, journal: Path | None) -> None:
+    def __init__(self, problem: SharedProblem, count: int, journal: Path | None) -> None:
         self._problem, self._journal = problem, journal
         # Processes of their own from the start: one that is forked has the locks of threads that it lacks.
         self._before = set(multiprocessing.active_children())
@@ -191,10 +234,10 @@ _RUNNER: list[_UnitRunner] = []
 """That of a process that was started for it."""
 
 
-def _begin(problem: SearchProblem, journal: Path | None) -> None:
+def _begin(problem: SharedProblem, journal: Path | None) -> None:
     """Begin a process of workers; Ctrl-C is left to the one that waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _RUNNER[:] = [_UnitRunner(PlanEvaluator(problem), journal)]
+    _RUNNER[:] = [_UnitRunner(_evaluator(*problem), journal)]
 
 
 def _run_unit(unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
@@ -207,7 +250,7 @@ def _run_unit(unit: PlanUnit, standing: Standing) -> list[PlanTrial]:
 class _RemoteUnits:
     """Tries units behind an executor; a unit is written to the journal when it comes back."""
 
-    def __init__(self, problem: SearchProblem, remote: RemoteWorkers, journal: Path | None) -> None:
+    def __init__(self, problem: SharedProblem, remote: RemoteWorkers, journal: Path | None) -> None:
         self._remote, self._token = remote, uuid4().hex
         self._under_way: dict[Future[list[PlanTrial]], int] = {}
         self._problem = remote.share(zlib.compress(pickle.dumps(problem)))
@@ -250,7 +293,7 @@ def _run_remotely(token: str, problem: bytes, unit: PlanUnit, standing: Standing
     with _ONE_AT_A_TIME:
         if token not in _REMOTE:
             _REMOTE.clear()
-            _REMOTE[token] = _UnitRunner(PlanEvaluator(pickle.loads(zlib.decompress(problem))), None)
+            _REMOTE[token] = _UnitRunner(_evaluator(*pickle.loads(zlib.decompress(problem))), None)
         return _REMOTE[token].trials(unit, standing.copy())
 
 

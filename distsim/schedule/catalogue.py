@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -140,6 +140,8 @@ _SCHEDULES: dict[str, Generator] = {
     ),
 }
 
+_CATALOGUE = frozenset(_SCHEDULES)
+
 TABLE = "table"
 """What a plan calls a schedule that has no name: one that is given beside the plan."""
 
@@ -166,6 +168,12 @@ def register_schedule(name: str, generator: Generator) -> Generator:
     if name == TABLE or _SCHEDULES.setdefault(name, generator) is not generator:
         raise ScheduleError(f"there is a schedule {name!r} already; give it another name")
     return generator
+
+
+def registered(names: Iterable[str]) -> dict[str, Generator]:
+    """Return the schedules of these names that were registered in this process: another one lacks them."""
+    own = _SCHEDULES.keys() - _CATALOGUE
+    return {name: _SCHEDULES[name] for name in sorted(own.intersection(names))}
 
 
 def check_named(name: str) -> None:
