@@ -23,6 +23,7 @@ from distsim.schedule import (
     SCHEDULES,
     Generator,
     Schedule,
+    WarmUp,
     Weights,
     catalogue,
     example,
@@ -30,6 +31,7 @@ from distsim.schedule import (
     read_csv,
     register_schedule,
     schedule,
+    warm_up_schedule,
     write_csv,
 )
 
@@ -283,6 +285,14 @@ def test_what_a_schedule_is_like_is_told_by_the_smallest_that_is_made(monkeypatc
     assert made is not None and (made.num_ranks, made.weights) == (8, FLUSH)
     found = search("gpt2", "dgx-a100", batch=8, workers=1, plan="tp=1,pp=2|8,schedule=picky")
     assert found.trials
+
+
+@pytest.mark.parametrize("shape", [WarmUp(2, (1,)), WarmUp(2, (1, 0), (0, 0, 0))])
+def test_a_shape_of_other_ranks_is_refused(shape):
+    with pytest.raises(ScheduleError, match="own: a shape of [13] ranks for 2"):
+        warm_up_schedule("own", 2, 2, 1, shape)
+    with pytest.raises(ScheduleError, match="own: pairs of forward and backward have whole backwards"):
+        warm_up_schedule("own", 2, 2, 1, WarmUp(2, (1, 0), (0, 0), paired=True))
 
 
 def gpipe_again(p: int, m: int, chunks: int) -> Schedule:

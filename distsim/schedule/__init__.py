@@ -20,7 +20,7 @@ from distsim.schedule.catalogue import (
 from distsim.schedule.issue_order import LAST, LATER, IssueOrder, issue_order
 from distsim.schedule.table import Schedule
 from distsim.schedule.torch_csv import read_csv, write_csv
-from distsim.schedule.warm_up import gpipe, one_f_one_b
+from distsim.schedule.warm_up import WarmUp, ahead_by, gpipe, one_f_one_b, warm_up_schedule
 from distsim.schedule.weights import FLUSH, Weights
 
 __all__ = [
@@ -36,7 +36,9 @@ __all__ = [
     "IssueOrder",
     "Kind",
     "Schedule",
+    "WarmUp",
     "Weights",
+    "ahead_by",
     "example",
     "gpipe",
     "issue_order",
@@ -45,5 +47,6 @@ __all__ = [
     "read_csv",
     "register_schedule",
     "schedule",
+    "warm_up_schedule",
     "write_csv",
 ]

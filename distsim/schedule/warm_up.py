@@ -21,7 +21,7 @@ from distsim.schedule.weights import FLUSH, Weights
 
 
 @dataclass(frozen=True)
-class _Shape:
+class WarmUp:
     """What makes a schedule of these: per rank the forwards ``ahead``, and W ``behind`` so many I, if halved.
 
     A rank runs ``group`` microbatches on its first stage, the same on its next, and so on, then the next
@@ -53,8 +53,8 @@ def gpipe(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     rank 1: F0 F1 B0 B1
     """
     check_sizes("gpipe", num_ranks, num_microbatches, chunks, only=1)
-    return _make(
-        "gpipe", num_ranks, num_microbatches, 1, _Shape(num_microbatches, (num_microbatches,) * num_ranks)
+    return warm_up_schedule(
+        "gpipe", num_ranks, num_microbatches, 1, WarmUp(num_microbatches, (num_microbatches,) * num_ranks)
     )
 
 
@@ -77,8 +77,8 @@ def one_f_one_b(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Sched
     rank 2: F0 B0 F1 B1 F2 B2 F3 B3
     """
     check_sizes("1f1b", num_ranks, num_microbatches, chunks, only=1)
-    shape = _Shape(num_microbatches, _ahead(num_ranks, 1))
-    return _make("1f1b", num_ranks, num_microbatches, 1, shape)
+    shape = WarmUp(num_microbatches, ahead_by(num_ranks, 1))
+    return warm_up_schedule("1f1b", num_ranks, num_microbatches, 1, shape)
 
 
 def pipedream(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
@@ -94,8 +94,8 @@ def pipedream(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedul
     True
     """
     check_sizes("pipedream", num_ranks, num_microbatches, chunks, only=1)
-    shape = _Shape(num_microbatches, _ahead(num_ranks, 1), weights=Weights(1))
-    return _make("pipedream", num_ranks, num_microbatches, 1, shape)
+    shape = WarmUp(num_microbatches, ahead_by(num_ranks, 1), weights=Weights(1))
+    return warm_up_schedule("pipedream", num_ranks, num_microbatches, 1, shape)
 
 
 def pipedream_2bw(
@@ -129,8 +129,8 @@ def pipedream_2bw(
             f"{name}: update_every={update_every!r} must divide {num_microbatches} microbatches and be at "
             f"least the {num_ranks} ranks; choose one of {', '.join(map(str, fits[:8]))}"
         )
-    shape = _Shape(num_microbatches, _ahead(num_ranks, 1), weights=Weights(update_every, delayed=True))
-    return _make(name, num_ranks, num_microbatches, 1, shape)
+    shape = WarmUp(num_microbatches, ahead_by(num_ranks, 1), weights=Weights(update_every, delayed=True))
+    return warm_up_schedule(name, num_ranks, num_microbatches, 1, shape)
 
 
 def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -153,12 +153,12 @@ def interleaved(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """
     check_sizes("interleaved", num_ranks, num_microbatches, chunks)
     if chunks == 1:
-        shape = _Shape(num_microbatches, _ahead(num_ranks, 1))
+        shape = WarmUp(num_microbatches, ahead_by(num_ranks, 1))
     else:
         rule = "ranks divide microbatches, in Megatron (interleaved_torch takes more)"
         check_microbatches("interleaved", num_ranks, num_microbatches, rule, lambda m: m % num_ranks == 0)
-        shape = _Shape(num_ranks, _ahead(num_ranks, 2, (chunks - 1) * num_ranks))
-    return _make("interleaved", num_ranks, num_microbatches, chunks, shape)
+        shape = WarmUp(num_ranks, ahead_by(num_ranks, 2, (chunks - 1) * num_ranks))
+    return warm_up_schedule("interleaved", num_ranks, num_microbatches, chunks, shape)
 
 
 def combined_1f1b(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -189,8 +189,8 @@ def combined_1f1b(num_ranks: int, num_microbatches: int, chunks: int) -> Schedul
         )
     rule = "ranks divide microbatches, in Megatron"
     check_microbatches("combined_1f1b", num_ranks, num_microbatches, rule, lambda m: m % num_ranks == 0)
-    shape = _Shape(num_ranks, _ahead(num_ranks, 2, (chunks - 1) * num_ranks + 1), paired=True)
-    return _make("combined_1f1b", num_ranks, num_microbatches, chunks, shape)
+    shape = WarmUp(num_ranks, ahead_by(num_ranks, 2, (chunks - 1) * num_ranks + 1), paired=True)
+    return warm_up_schedule("combined_1f1b", num_ranks, num_microbatches, chunks, shape)
 
 
 def interleaved_torch(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -210,8 +210,8 @@ def interleaved_torch(num_ranks: int, num_microbatches: int, chunks: int) -> Sch
     """
     check_sizes("interleaved_torch", num_ranks, num_microbatches, chunks)
     group = _torch_group("interleaved_torch", num_ranks, num_microbatches)
-    shape = _Shape(group, _ahead(num_ranks, 2, (chunks - 1) * group))
-    return _make("interleaved_torch", num_ranks, num_microbatches, chunks, shape)
+    shape = WarmUp(group, ahead_by(num_ranks, 2, (chunks - 1) * group))
+    return warm_up_schedule("interleaved_torch", num_ranks, num_microbatches, chunks, shape)
 
 
 def looped_bfs(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -229,8 +229,8 @@ def looped_bfs(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
     """
     check_sizes("looped_bfs", num_ranks, num_microbatches, chunks)
     ahead = (num_microbatches * chunks,) * num_ranks
-    shape = _Shape(num_microbatches, ahead, mirrored=True)
-    return _make("looped_bfs", num_ranks, num_microbatches, chunks, shape)
+    shape = WarmUp(num_microbatches, ahead, mirrored=True)
+    return warm_up_schedule("looped_bfs", num_ranks, num_microbatches, chunks, shape)
 
 
 def zb_h1(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
@@ -248,8 +248,8 @@ def zb_h1(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     rank 1: F0 I0 F1 I1 W0 F2 I2 W1 W2
     """
     check_sizes("zb_h1", num_ranks, num_microbatches, chunks, only=1)
-    shape = _Shape(num_microbatches, _ahead(num_ranks, 1), tuple(range(num_ranks)))
-    return _make("zb_h1", num_ranks, num_microbatches, 1, shape)
+    shape = WarmUp(num_microbatches, ahead_by(num_ranks, 1), tuple(range(num_ranks)))
+    return warm_up_schedule("zb_h1", num_ranks, num_microbatches, 1, shape)
 
 
 def zb_h2(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
@@ -268,8 +268,8 @@ def zb_h2(num_ranks: int, num_microbatches: int, chunks: int = 1) -> Schedule:
     rank 1: F0 I0 F1 I1 F2 I2 W0 W1 W2
     """
     check_sizes("zb_h2", num_ranks, num_microbatches, chunks, only=1)
-    shape = _Shape(num_microbatches, _ahead(num_ranks, 2), tuple(range(0, 2 * num_ranks, 2)))
-    return _make("zb_h2", num_ranks, num_microbatches, 1, shape)
+    shape = WarmUp(num_microbatches, ahead_by(num_ranks, 2), tuple(range(0, 2 * num_ranks, 2)))
+    return warm_up_schedule("zb_h2", num_ranks, num_microbatches, 1, shape)
 
 
 def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Schedule:
@@ -289,12 +289,16 @@ def interleaved_zb(num_ranks: int, num_microbatches: int, chunks: int) -> Schedu
     """
     check_sizes("interleaved_zb", num_ranks, num_microbatches, chunks)
     group = _torch_group("interleaved_zb", num_ranks, num_microbatches)
-    shape = _Shape(group, _ahead(num_ranks, 1, (chunks - 1) * group), tuple(range(num_ranks)))
-    return _make("interleaved_zb", num_ranks, num_microbatches, chunks, shape)
+    shape = WarmUp(group, ahead_by(num_ranks, 1, (chunks - 1) * group), tuple(range(num_ranks)))
+    return warm_up_schedule("interleaved_zb", num_ranks, num_microbatches, chunks, shape)
 
 
-def _ahead(num_ranks: int, each: int, least: int = 0) -> tuple[int, ...]:
-    """Return the forwards ahead: ``least`` on the last rank, ``each`` more for each rank before it."""
+def ahead_by(num_ranks: int, each: int, least: int = 0) -> tuple[int, ...]:
+    """Return the forwards ahead: ``least`` on the last rank, ``each`` more for each rank before it.
+
+    >>> ahead_by(4, 2, 1)
+    (7, 5, 3, 1)
+    """
     return tuple(range(least + each * (num_ranks - 1), least - 1, -each))
 
 
@@ -306,8 +310,28 @@ def _torch_group(name: str, num_ranks: int, num_microbatches: int) -> int:
 
 
 @cached("orders of schedules that warm up, by name, sizes and shape", 1024)
-def _make(name: str, num_ranks: int, num_microbatches: int, chunks: int, shape: _Shape) -> Schedule:
-    """Write the rows down, each action at the place that the numbers before it give."""
+def warm_up_schedule(
+    name: str, num_ranks: int, num_microbatches: int, chunks: int, shape: WarmUp
+) -> Schedule:
+    """Return the schedule of a shape: each action is at the place that the numbers before it give.
+
+    Raises:
+        ScheduleError: a size is not an integer of at least 1, or the shape is not of so many ranks, or is of
+            pairs and halves.
+
+    >>> print(warm_up_schedule("eager", 2, 3, 1, WarmUp(3, ahead_by(2, 2))))
+    eager: 2 stages, 3 microbatches
+    rank 0: F0 F1 F2 B0 B1 B2
+    rank 1: F0 B0 F1 B1 F2 B2
+    """
+    check_sizes(name, num_ranks, num_microbatches, chunks)
+    for numbers in (shape.ahead, shape.behind):
+        if numbers is not None and len(numbers) != num_ranks:
+            raise ScheduleError(
+                f"{name}: a shape of {len(numbers)} ranks for {num_ranks}; give each a number"
+            )
+    if shape.paired and shape.behind is not None:
+        raise ScheduleError(f"{name}: pairs of forward and backward have whole backwards; leave behind out")
     count, kinds = num_microbatches * chunks, 2 if shape.behind is None else 3
     forward, backward = _orders(num_ranks, num_microbatches, chunks, shape)
     if shape.paired:
@@ -315,7 +339,7 @@ def _make(name: str, num_ranks: int, num_microbatches: int, chunks: int, shape: 
             _paired(forward + code_of(r, 0), backward + code_of(r, 1), shape.ahead[r])
             for r in range(num_ranks)
         ]
-        return Schedule.from_codes(name, num_ranks * chunks, num_microbatches, rows)
+        return Schedule.from_codes(name, num_ranks * chunks, num_microbatches, rows, weights=shape.weights)
     codes = np.full((num_ranks, kinds * count, 2), -1, np.int64)
     nth, rank = np.arange(count), np.arange(num_ranks)[:, None]
     ahead = np.minimum(shape.ahead, count)[:, None]
@@ -345,7 +369,7 @@ def _paired(forward: Ints, backward: Ints, ahead: int) -> Ints:
     return codes
 
 
-def _orders(num_ranks: int, num_microbatches: int, chunks: int, shape: _Shape) -> tuple[Ints, Ints]:
+def _orders(num_ranks: int, num_microbatches: int, chunks: int, shape: WarmUp) -> tuple[Ints, Ints]:
     """Return the codes of the forwards of rank 0, and its backwards' less their kind, in their orders."""
     nth = np.arange(num_microbatches * chunks)
     turn, rest = nth // (shape.group * chunks), nth % (shape.group * chunks)
