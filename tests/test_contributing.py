@@ -1,10 +1,12 @@
 """The examples of CONTRIBUTING.md do what it says, and the folders that it calls full are."""
 
 import re
+import subprocess
+import sys
 
 import numpy as np
 import pytest
-from test_architecture import CATALOGUES, MODULES, MOST_ENTRIES, PACKAGES
+from test_architecture import CATALOGUES, MODULES, MOST_ENTRIES, PACKAGES, ROOT
 from test_docs import PAGES, blocks
 from training_models import computed_over_ranks, random_inputs, small_mlp
 
@@ -48,6 +50,13 @@ def test_the_transform_takes_the_signs_of_gradients(signed):
 def test_the_transform_is_computed_over_every_rank(signed, plan):
     program = computed_over_ranks(signed[1], Plan.parse(plan))
     assert sum(op.op_type == "Sign" for op in all_ops(program.to_function())) >= 4  # one a weight
+
+
+def test_the_action_takes_a_file_and_its_lines(tmp_path):
+    """In a process of its own, whose kinds have it: see ``new_action.py``."""
+    command = [sys.executable, "tests/new_action.py", "CONTRIBUTING.md", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_the_preset_is_a_cluster(tmp_path):

@@ -109,14 +109,25 @@ def build_program(
         except ScheduleError as error:
             raise PlanError(str(error)) from None
     _check_schedule(plan, schedule)
-    if any(kind.runs.stream for kind in schedule.kinds):
-        _check_host_links(mesh, f"schedule={schedule.name}", "choose another schedule")
+    notes = _notes_of_copies(schedule, mesh)
     cut = cut_of(function, mesh, plan, kernels, cost_model, schedule)
-    if plan.remat == "none":
-        return cut.program(mesh, schedule)
-    plain = replace(plan, remat="none")
-    saving_all = partial(build_program, function, mesh, plain, cost_model, schedule, kernels)
-    return cut.program(mesh, schedule, saving_all)
+    saving_all = None
+    if plan.remat != "none":
+        plain = replace(plan, remat="none")
+        saving_all = partial(build_program, function, mesh, plain, cost_model, schedule, kernels)
+    program = cut.program(mesh, schedule, saving_all)
+    return replace(program, notes=(*program.notes, *notes)) if notes else program
+
+
+def _notes_of_copies(schedule: Schedule, mesh: Mesh) -> tuple[str, ...]:
+    """Return what a user should know of actions that copy to the host; all devices have to be able to."""
+    copying = sorted([kind for kind in schedule.kinds if kind.runs.stream])
+    if not copying:
+        return ()
+    _check_host_links(mesh, f"schedule={schedule.name}", "choose another schedule")
+    kinds = " and ".join([f"{kind.value} ({kind.phase})" for kind in copying])
+    order = "memory is counted in the order of calls"
+    return (f"{order}: what {kinds} copy beside computation may be there longer",)
 
 
 def _check_host_links(mesh: Mesh, what: str, way_out: str) -> None:

@@ -1,0 +1,182 @@
+"""The action of CONTRIBUTING.md, added to distsim as the page says, and what follows: run by a test, apart.
+
+``python tests/new_action.py CONTRIBUTING.md FOLDER``; the folder is for what makes its blocks.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+
+ACTION = "distsim.schedule.action"
+
+
+class AddedLines(SourceFileLoader):
+    """Loads the file of kinds with the lines of the page: after the last kind, and in place of the ways."""
+
+    lines = ""
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = Path(self.path).read_text(encoding="utf-8")
+        kinds, ways = self.lines.split("\n\n")
+        source, last = re.subn(r"(    BACKWARD_WEIGHT = .*\n)", rf"\g<1>{kinds}\n", source)
+        source, known = re.subn(r"^WAYS = .*\n", ways, source, flags=re.MULTILINE)
+        assert last == known == 1
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+
+class AddedAction:
+    """Finds the file of kinds."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != ACTION:
+            return None
+        sys.meta_path.remove(AddedAction)
+        found = importlib.util.find_spec(name)
+        origin = str(found.origin)
+        return importlib.util.spec_from_file_location(name, origin, loader=AddedLines(name, origin))
+
+
+def add_action(page: Path, folder: Path) -> None:
+    """Have this process, which has not imported distsim yet, know the kinds of the page and what they run."""
+    about = page.read_text(encoding="utf-8").partition("\n## An action\n")[2]
+    AddedLines.lines, source = re.findall(r"^```text\n(.*?)^```", about, re.DOTALL | re.MULTILINE)
+    (folder / "on_host.py").write_text(source, encoding="utf-8")
+    sys.meta_path.insert(0, AddedAction)
+    importlib.import_module("distsim.program.passes").__path__.append(str(folder))
+
+
+if __name__ == "__main__":
+    add_action(*map(Path, sys.argv[1:]))
+
+from dataclasses import replace  # noqa: E402
+
+import pytest  # noqa: E402
+from training_models import (  # noqa: E402
+    assert_all_readers_agree,
+    assert_same_step,
+    random_inputs,
+    small_mlp,
+)
+
+from distsim.compose import parallelize  # noqa: E402
+from distsim.cost import CostModel  # noqa: E402
+from distsim.errors import PlanError, ScheduleError  # noqa: E402
+from distsim.executor import SequentialExecutor  # noqa: E402
+from distsim.hardware import load_cluster  # noqa: E402
+from distsim.ir import Topology  # noqa: E402
+from distsim.plan import Plan  # noqa: E402
+from distsim.report import describe_schedule  # noqa: E402
+from distsim.report.schedule_picture import schedule_figure  # noqa: E402
+from distsim.schedule import (  # noqa: E402
+    Action,
+    Cell,
+    Generator,
+    Kind,
+    Schedule,
+    register_schedule,
+    schedule,
+    write_csv,
+)
+from distsim.simulation import Simulator  # noqa: E402
+from distsim.simulation.action_times import ActionTimes  # noqa: E402
+from distsim.simulation.memory.program_memory import program_memory  # noqa: E402
+from distsim.simulation.schedule_times import time_schedule  # noqa: E402
+from distsim.transforms import SGD, differentiate  # noqa: E402
+
+
+def offloaded(order: Schedule, every: int) -> Schedule:
+    """A schedule in which of so many microbatches one is copied to the host and back."""
+    ranks: list[list[Cell]] = []
+    for cells in order.ranks:
+        ranks.append([])
+        for cell in cells:
+            own = [action for action in cell if action.microbatch % every == 0]
+            back = [Action(Kind("R"), a.stage, a.microbatch) for a in own if a.kind.value in "BI"]
+            out = [Action(Kind("O"), a.stage, a.microbatch) for a in own if a.kind is Kind.FORWARD]
+            ranks[-1] += [*[(action,) for action in back], cell, *[(action,) for action in out]]
+    sizes = order.num_stages, order.num_microbatches
+    return Schedule(f"{order.name}_offloaded{every}", *sizes, ranks, order.rank_of, order.copies)
+
+
+def times() -> None:
+    """Alone a microbatch takes all its actions; of several, copies run beside what others compute."""
+    one = schedule("gpipe", 1, 1)
+    seconds = ActionTimes({"O": 2.0, "R": 3.0})
+    assert time_schedule(offloaded(one, 1), seconds).makespan == 1 + 2 + 3 + 2
+    found = time_schedule(offloaded(schedule("gpipe", 1, 4), 1), ActionTimes({"O": 0.5, "R": 0.5}))
+    assert (found.makespan, found.busy, found.schedule.in_flight(0)) == (4 * 3, (12.0,), 1)
+    assert {stream: len(cells) for stream, cells in found.beside[0].items()} == {"offload": 4, "fetch": 4}
+    text = describe_schedule(time_schedule(offloaded(one, 1), seconds))
+    assert "offload 2, reload 3" in text
+    assert text.splitlines()[3:6] == [
+        "rank 0     F0                B0---",
+        "  offload     O0---",
+        "  fetch             R0------",
+    ]
+    assert len(schedule_figure(found).axes[0].collections) == 3
+
+
+def steps() -> None:
+    """Every reader has it: computed over all ranks, both engines and the step written out, and memory."""
+    joint, topology = differentiate(small_mlp(layers=8), SGD()), load_cluster("dgx-a100")
+    costs, inputs = CostModel(topology), random_inputs(joint)
+    expected = SequentialExecutor().compute(joint, inputs)
+    for name, text in (
+        ("gpipe", "pp=2,microbatches=4"),
+        ("1f1b", "dp=2,pp=2,microbatches=4"),
+        ("zb_h1", "tp=2,pp=2,microbatches=4"),
+        ("interleaved", "pp=2,microbatches=4,chunks=2"),
+        ("zb_v", "pp=2,microbatches=4,chunks=2"),
+    ):
+        plan = Plan.parse(f"{text},schedule={name}")
+        order = schedule(name, plan.pp, plan.microbatches, plan.chunks)
+        plain = parallelize(joint, plan, topology, costs)
+        for every in (1, 2):
+            own = offloaded(order, every)
+            program = parallelize(joint, replace(plan, schedule="table"), topology, costs, schedule=own)
+            assert_same_step(joint, program, inputs, expected)
+            assert_all_readers_agree(program, costs)
+            first, before = program_memory(program).peaks[0], program_memory(plain).peaks[0]
+            assert first < before if every == 1 else first <= before
+            assert "what O (offload) and R (reload) copy" in program.notes[-1]
+    simulated = Simulator(costs).simulate(program)
+    assert simulated.step_time > Simulator(costs).simulate(plain).step_time
+    assert simulated.breakdown("phase").keys() & {"offload", "reload"}
+
+
+def refusals() -> None:
+    own = offloaded(schedule("1f1b", 2, 4), 1)
+    with pytest.raises(ScheduleError, match=r"torch's tables have no O \(offload\), as of O0@0"):
+        write_csv(own)
+    early = [[(a,) for a in sorted(row, key=lambda a: a.kind is Kind.BACKWARD)] for row in own.actions]
+    with pytest.raises(ScheduleError, match="missing R0@0"):
+        Schedule("lost", 2, 4, [[c for c in row if c[0].kind.value != "R"] for row in early]).check()
+    first = [Action(Kind(letter), 0, 0) for letter in "FROB"]
+    with pytest.raises(ScheduleError, match="R0@0 waits for O0@0"):
+        Schedule("early", 1, 1, [first]).check()
+    register_schedule(
+        "own", Generator(lambda p, m, _: offloaded(schedule("1f1b", p, m), 1), 1, "loop", "own", "own")
+    )
+    plan = Plan.parse("pp=2,microbatches=4,schedule=own")
+    joint, known = differentiate(small_mlp(layers=8), SGD()), load_cluster("dgx-a100")
+    with pytest.raises(
+        PlanError, match=r"runs O \(offload\), and stages are balanced by the times of F, B, I, W"
+    ):
+        parallelize(joint, replace(plan, stages="auto"), known, CostModel(known))
+    bare = Topology.of_devices([replace(device, host_link=None) for device in known.devices], known.levels)
+    with pytest.raises(
+        PlanError, match="schedule=1f1b_offloaded1 copies to the host, and gpu:0 has no host_link"
+    ):
+        parallelize(joint, plan, bare, CostModel(bare))
+
+
+if __name__ == "__main__":
+    times()
+    steps()
+    refusals()
