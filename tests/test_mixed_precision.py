@@ -41,6 +41,7 @@ KEPT = {
     "mixed_fp16": 20,
     "fp8": 18,
     "fsdp2": 16,
+    "fsdp": 18,
     "amp": 16,
 }
 """Bytes a parameter that Adam keeps with each policy, as layouts.md has them."""
@@ -99,7 +100,7 @@ def test_in_float64_every_policy_is_the_same_step(model, policy):
         np.testing.assert_allclose(made[value.name], array, rtol=1e-9, atol=1e-11, err_msg=value.name)
 
 
-@pytest.mark.parametrize("policy", ["mixed", "mixed_fp16", "fsdp2", "amp"])
+@pytest.mark.parametrize("policy", ["mixed", "mixed_fp16", "fsdp2", "fsdp", "amp"])
 @pytest.mark.parametrize(("plan", "remat", "zero"), PLANS, ids=str)
 def test_in_float64_every_plan_is_the_same_step(policy, plan, remat, zero):
     """The plan is made of the real types, which say what travels, and is computed without rounding."""
@@ -138,7 +139,7 @@ def test_in_its_own_types_a_policy_computes_the_step_to_their_tolerance(policy):
         assert np.linalg.norm(change - real) <= 0.1 * np.linalg.norm(real) + 0.02 * np.linalg.norm(old)
 
 
-@pytest.mark.parametrize("policy", ["mixed", "mixed_bf16_grads", "mixed_fp16", "fsdp2", "amp"])
+@pytest.mark.parametrize("policy", ["mixed", "mixed_bf16_grads", "mixed_fp16", "fsdp2", "fsdp", "amp"])
 @pytest.mark.parametrize("model", ["gpt", "llama"])
 def test_gradients_travel_and_are_summed_in_the_type_of_the_policy(model, policy):
     """Least cost would reduce bf16 gradients before they are cast to float32."""

@@ -22,13 +22,19 @@ def cast_gradients(maker: FunctionMaker, pairs: Pairs, precision: Precision) -> 
 
     Each is cast to the type of its sum (``GradientCast``), right after the op or Call that completes it: what
     reduces it over ranks starts while backward goes on, and only the cast one stays. A Cast that makes a
-    gradient becomes that cast. Where the optimizer reads another type it has a copy (``GradientCopy``).
+    gradient becomes that cast, or goes, where it was of that type before. Where the optimizer reads another type it has a copy (``GradientCopy``).
     """
     place = {value: number for number, op in enumerate(maker.ops) for value in op.outputs}
     follows: dict[int, list[Op]] = {}
+    gone: set[int] = set()
 
     def summed(weight: Value, grad: Value) -> Value:
         op = maker.ops[place[grad]] if grad in place else None
+        if op is not None and op.op_type == "Cast":
+            (source,) = op.inputs
+            if as_tensor(source.type, source.name).dtype == precision.gradient_sum:
+                gone.add(place[grad])
+                return source
         if as_tensor(grad.type, grad.name).dtype != precision.gradient_sum:
             made = _cast(maker, "GradientCast", weight, grad, precision.gradient_sum)
             if op is not None and maker.ops[-1].outputs[0] is made:  # no number
@@ -39,7 +45,8 @@ def cast_gradients(maker: FunctionMaker, pairs: Pairs, precision: Precision) -> 
         return grad
 
     sums = [(weight, summed(weight, grad)) for weight, grad in pairs]
-    maker.ops = [each for number, op in enumerate(maker.ops) for each in (op, *follows.get(number, ()))]
+    kept = [(number, op) for number, op in enumerate(maker.ops) if number not in gone]
+    maker.ops = [each for number, op in kept for each in (op, *follows.get(number, ()))]
     return [(weight, _cast(maker, "GradientCopy", weight, grad, precision.update)) for weight, grad in sums]
 
 

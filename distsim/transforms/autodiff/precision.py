@@ -12,7 +12,7 @@ mixed_bf16_grads          16     the same with --grad-reduce-in-bf16
 mixed_fp16                20     Megatron-LM, fp16: weight 2, gradient 2, float32 copies of both 8, moments 8
 fp8                       18     mixed, with Transformer Engine's linear layers (delayed scaling, its default)
 fsdp2                     16     torchtitan, MixedPrecisionPolicy(bfloat16, reduce_dtype=float32)
-fsdp                      14     FSDP, MixedPrecision(bfloat16, reduce_dtype=bfloat16)
+fsdp                      18     FSDP, MixedPrecision(bfloat16, reduce_dtype=bfloat16)
 amp                       16     torch.autocast(bfloat16): weights are cast where a product reads them
 ========================  =====  ==================================================================
 """
