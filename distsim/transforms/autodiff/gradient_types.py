@@ -22,7 +22,8 @@ def cast_gradients(maker: FunctionMaker, pairs: Pairs, precision: Precision) -> 
 
     Each is cast to the type of its sum (``GradientCast``), right after the op or Call that completes it: what
     reduces it over ranks starts while backward goes on, and only the cast one stays. A Cast that makes a
-    gradient becomes that cast, or goes, where it was of that type before. Where the optimizer reads another type it has a copy (``GradientCopy``).
+    gradient becomes that cast, or goes, where it was of that type before. Where the optimizer reads another
+    type it has a copy (``GradientCopy``).
     """
     place = {value: number for number, op in enumerate(maker.ops) for value in op.outputs}
     follows: dict[int, list[Op]] = {}
