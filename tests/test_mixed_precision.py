@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from precision_models import MODELS, PLANS, in_float64, joint_of, rounded, small_gpt, updates, values
 from topology_models import bare_cluster
-from training_models import assemble, laid_out, mesh_of, random_inputs
+from training_models import F64, Maker, assemble, laid_out, mesh_of, random_inputs
 
 from distsim.errors import CostError, PlanError
 from distsim.executor import CostModel, SequentialExecutor
@@ -29,6 +29,7 @@ from distsim.schedule import schedule
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate, precision_named, shard
 from distsim.transforms.autodiff.precision import POLICIES
+from distsim.transforms.autodiff.set_precision import set_precision
 from distsim.transforms.kernels import fuse, kernels_named
 from distsim.transforms.kernels.attention import set_attention
 
@@ -175,6 +176,21 @@ def test_a_gradient_is_cast_once_it_is_complete(policy, model):
         made = maker[ops[number].inputs[0]]
         between = {maker[v] for each in range(made + 1, number) for v in ops[each].inputs}
         assert between <= {made}, ops[number]
+
+
+@pytest.mark.parametrize("policy", ["fsdp", "amp:gradient_sum=bfloat16"])
+def test_what_a_gradient_is_cast_from_is_summed_where_it_is_of_that_type(policy):
+    """But what else reads the cast has it still: here the gradient of what is subtracted."""
+    make = Maker("two")
+    x, label = make.data("x", 4, 8), make.data("label", 4, 8)
+    one, other = make.parameter("one", 8, 8), make.parameter("other", 8, 8)
+    product = make("MatMul", x, make("Sub", one, other))
+    function = set_precision(make.end(make("Loss", product, label, N=4)), Float32(), F64)
+    joint = differentiate(function, Adam(), precision=precision_named(policy))
+    verify(joint)
+    makers = {op.outputs[0]: op for op in joint.ops}
+    (first,) = [makers[op.inputs[1]] for op in updates(joint) if op.inputs[0].name == "one"]
+    assert first.op_type == "GradientCopy" and makers[first.inputs[0]].op_type.startswith("MatMul")
 
 
 @pytest.mark.parametrize("policy", ["mixed", "mixed_bf16_grads", "fsdp2"])

@@ -27,6 +27,7 @@ def cast_gradients(maker: FunctionMaker, pairs: Pairs, precision: Precision) -> 
     """
     place = {value: number for number, op in enumerate(maker.ops) for value in op.outputs}
     follows: dict[int, list[Op]] = {}
+    read = {value for op in maker.ops for value in op.inputs}
     gone: set[int] = set()
 
     def summed(weight: Value, grad: Value) -> Value:
@@ -34,7 +35,7 @@ def cast_gradients(maker: FunctionMaker, pairs: Pairs, precision: Precision) -> 
         if op is not None and op.op_type == "Cast":
             (source,) = op.inputs
             if as_tensor(source.type, source.name).dtype == precision.gradient_sum:
-                gone.add(place[grad])
+                gone.update(() if grad in read else (place[grad],))
                 return source
         if as_tensor(grad.type, grad.name).dtype != precision.gradient_sum:
             made = _cast(maker, "GradientCast", weight, grad, precision.gradient_sum)
