@@ -111,10 +111,6 @@ def _pipeline(fields: TrackedFields, sizes: DecoderSizes, pp: int) -> dict[str, 
     combined = fields.on("--overlap-moe-expert-parallel-comm")
     if pp == 1:
         return {"schedule": PAIRED} if combined else {}
-    if combined and chunks == 1 and not layout:
-        raise fields.refusal(
-            "--overlap-moe-expert-parallel-comm", "left out without --num-virtual-stages-per-pipeline-rank"
-        )
     if group is not None and group != pp:
         raise fields.refusal("--microbatch-group-size-per-vp-stage", f"the {pp} ranks of the pipeline")
     if layout:
@@ -137,6 +133,10 @@ def _pipeline(fields: TrackedFields, sizes: DecoderSizes, pp: int) -> dict[str, 
         stages = _accounted(fields, layers, pp * chunks, (embedding, loss))
     else:
         stages = "layers"
+    if combined and chunks == 1:
+        raise fields.refusal(
+            "--overlap-moe-expert-parallel-comm", "left out without --num-virtual-stages-per-pipeline-rank"
+        )
     looped = PAIRED if combined else "interleaved"
     made: dict[str, str | int] = {"schedule": looped if chunks > 1 else "1f1b", "stages": stages}
     return made | ({"chunks": chunks} if chunks > 1 else {})
