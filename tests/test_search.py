@@ -13,6 +13,7 @@ from training_models import topology_of
 from distsim.cache import MemoryLimit
 from distsim.compose.division import _MEMORIES
 from distsim.errors import PlanError, SimulationError
+from distsim.hardware import load_cluster
 from distsim.importer import load_model
 from distsim.ir import Topology
 from distsim.models import gpt, mlp
@@ -371,3 +372,15 @@ def test_stages_of_a_stack_are_of_all_layers_also_of_those_of_another_kind():
     step = differentiate(add_loss(load_model("deepseek-v2-lite:layers=3,seq=16", 12)), Adam())
     space = PlanSpace.of(step, topology_of(6), {}, complete=lambda plan: replace(plan, stages="layers"))
     assert {plan.pp for plan in space.plans} == {1, 3}
+
+
+def test_plans_that_leave_devices_idle_wait_for_those_of_their_own():
+    """Whatever else is searched: each takes what it takes in a search of as many devices, and simulated."""
+    cluster, step = load_cluster("dgx-h100:2"), differentiate(mlp(layers=4, width=4096, batch=4096), Adam())
+    plans = [Plan(16), Plan(2), Plan(8)]
+    found = search(step, cluster, plans, top=2)
+    assert [trial.text for trial in found.trials] == [str(plan) for plan in plans]
+    for plan, trial in zip(plans, found.trials, strict=True):
+        (alone,) = search(step, cluster, [plan]).trials
+        assert trial.seconds == alone.seconds == found.simulate(plan).step_period
+    assert len(found.fitting) == 3

@@ -91,6 +91,7 @@ def test_who_measured_and_what_does_not_matter(column):
         ({"schedule": "of my own"}, "the schedule 'of my own'"),
         ({"schedule": "none"}, "the schedule 'none' of pp=4"),
         ({"schedule": "interleaved 1F1B"}, "column vpp"),
+        ({"schedule": "1f1b", "overlap": "1f1b a2a overlap"}, "the other pass with 1f1b and 1 stages"),
         ({"arch": "deepseek_v2"}, "sizes of a deepseek"),
         ({"arch": "bert"}, "sizes of a bert"),
         ({"moe_experts": "8"}, "sizes of a gpt"),
@@ -130,7 +131,20 @@ def test_what_cannot_be_expressed_is_named(changed, missing):
         ({"schedule": "DualPipeV", "n_layers": "8"}, "chunks", 2),
         ({"schedule": "1f1b", "vpp": "2", "n_layers": "8"}, "schedule", "interleaved"),
         ({"vpp": "2", "n_layers": "8", "overlap": "1f1b all-to-all overlap"}, "schedule", "combined_1f1b"),
-        ({"vpp": "2", "n_layers": "8", "overlap": "no 1f1b a2a overlap"}, "schedule", "interleaved"),
+        *(
+            ({"vpp": "2", "n_layers": "8", "overlap": text}, "schedule", "interleaved")
+            for text in (
+                "DeepEP, no 1f1b a2a overlap",
+                "without 1f1b a2a overlap",
+                "1f1b all-to-all overlap off",
+                "--overlap-moe-expert-parallel-comm=false",
+            )
+        ),
+        (
+            {"pp": "1", "n_layers": "8", "overlap": "overlap_moe_expert_parallel_comm"},
+            "schedule",
+            "combined_1f1b",
+        ),
         ({"recompute": "Full (uniform, 1 layer)"}, "remat", "full"),
         ({"recompute": "full(block, 3 layers)"}, "remat", "block:3"),
         ({"recompute": "uniform, 2 layers"}, "remat", "uniform:2"),

@@ -25,7 +25,8 @@ source in the preset); here is how shape lowers it.
   group; of two figures of one product that adds to sums the slower one is taken to be of float32) and 12 on
   H200 (experiments/measured/h200_other.csv), predicted by the median share of linear ones alone, have mean
   errors of 6.8, 11.7 and 6.8 %, where one share for each machine has 7.0, 33 and 11.5 %. Small groups are
-  slower yet on B200, where none takes less than 9 us.
+  slower yet on B200, where none takes less than 9 us. One group is a product like others, sums and all, so
+  what is read and added to besides begins with the second.
 - ``batched``: products of many small matrices, as in attention that is written out.
 - ``attention``, ``attention_grad``: attention as one kernel, forward and backward, at a head size of 128.
   Over s keys the share is s / (s + 70), under a causal mask s / (s + 410), and 0.8 of it for heads of at

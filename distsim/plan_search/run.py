@@ -84,11 +84,11 @@ def search(
     """Return the best plans of a training step on all devices of a topology.
 
     ``plans`` are sets of values for fields of a plan, as ``"tp=1|2|4,remat=*"``, what is left open being
-    sensible (:mod:`distsim.plan_search.space`), or the plans themselves, of which those of the most devices
-    say of how many the slowest is waited for. ``objective`` is one of
-    ``OBJECTIVES``; ``top`` how many of the best are wanted: what is proven to be worse is not tried. For a
-    function that depends on the plan, give what returns it, the same one for plans that divide the same.
-    ``workers``: how many processes, or those behind an executor, as ``dask_workers("tcp://host:8786")``.
+    sensible (:mod:`distsim.plan_search.space`), or the plans themselves; those of each number of devices are
+    searched apart, as they wait for the slowest of as many. ``objective`` is one of ``OBJECTIVES``; ``top``
+    how many of the best are wanted: what is proven to be worse is not tried. For a function that depends on
+    the plan, give what returns it, the same one for plans that divide the same. ``workers``: how many
+    processes, or those behind an executor, as ``dask_workers("tcp://host:8786")``.
     ``against``: a plan of one's own, with which the best are compared.
 
     >>> from distsim.hardware import load_cluster
@@ -103,9 +103,13 @@ def search(
     if isinstance(plans, str):
         plans = PlanSpace.of(of(Plan()), topology, parse_sets(plans)).plans
     asked = tuple(plans)
-    used = in_use(topology, max([plan.devices for plan in asked], default=1))
-    problem = SearchProblem(of, used, kernels, objective, top)
-    return SearchRun(problem, asked, workers, against=against).run()
+    found: list[SearchResult] = []
+    for devices in sorted({plan.devices for plan in asked}, reverse=True) or (1,):
+        problem = SearchProblem(of, in_use(topology, devices), kernels, objective, top)
+        own = tuple([plan for plan in asked if plan.devices == devices])
+        found.append(SearchRun(problem, own, workers, against=None if found else against).run())
+    trials = {trial.text: trial for each in found for trial in each.trials}
+    return replace(found[0], trials=[trials[str(plan)] for plan in asked])
 
 
 @dataclass(frozen=True)

@@ -40,8 +40,12 @@ SCHEDULE_NAMES = (
 )
 """Schedules by how papers and tables write them, remarks left out."""
 
-COMBINED = r"(?<!no )\b1f1b (a2a|all-?to-?all)[- ]overlap|overlap-moe-expert-parallel-comm"
+COMBINED = r"\b1f1b (a2a|all-?to-?all)[- ]overlap(ped)?|overlap-moe-expert-parallel-comm"
 """What a column of overlap says of pipelines whose tokens travel beside the other pass's computation."""
+
+_NOT_COMBINED = (
+    rf"\b(no|not|without|w/o|non)[- ]+(a |any |the |-+)*({COMBINED})|({COMBINED})[ :=]*(off|false|no|0)\b"
+)
 
 POST_VALIDATION = r"zero-bubble"
 """Frameworks whose updates wait for no other stage under zero-bubble schedules: the fork of Megatron-LM by
@@ -188,12 +192,15 @@ def _schedule(row: Row, pp: int, assumed: list[str]) -> tuple[str, int]:
     if name is None or (pp > 1 and written == "none"):
         raise MissingFeatureError(f"the schedule {written!r:.60}" + (f" of pp={pp}" if name else ""))
     chunks = max(number(row, "vpp", 1), 1)  # none is written as 0, too
-    combined = bool(re.search(COMBINED, plain(row, "overlap")))
+    text = plain(row, "overlap")
+    combined = bool(re.search(COMBINED, text)) and not re.search(_NOT_COMBINED, text)
     if pp == 1:
         return "combined_1f1b" if combined else "1f1b", 1
     if name == "1f1b" and chunks > 1:
         name = "interleaved"
-    if name == "interleaved" and combined:
+    if combined and (name != "interleaved" or chunks == 1):
+        raise MissingFeatureError(f"exchanges beside the other pass with {name} and {chunks} stages a rank")
+    if combined:
         name = "combined_1f1b"
     takes = SCHEDULES[name.partition(":")[0]].stages_a_rank
     if takes is None and chunks == 1:

@@ -242,11 +242,14 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
     if re.search(r"(mx|nv)?fp4|int-?[48]|float-?4", text):
         raise MissingFeatureError(f"precision {text!r:.60}")
     if zero == 3 and stack.family in TORCH_FSDP and (half or brain or eight or not text):
-        policy = POLICIES["fsdp2"]
+        wide = bool(re.search(r"(fp|float)-?32|\bdefault\b", sharding))
+        policy = POLICIES["fsdp" if stack.family == "fsdp" and not wide else "fsdp2"]
         if half and not brain:
-            policy = replace(policy, name="fsdp_fp16", used=Float16(), compute=Float16(), loss_scale=65536.0)
-        narrow = stack.family == "fsdp" and not re.search(r"(fp|float)-?32|\bdefault\b", sharding)
-        if narrow or re.search(r"mixed-precision ?[=:] ?pure|\bpure\b", sharding):
+            policy = replace(policy, used=Float16(), compute=Float16(), loss_scale=65536.0)
+            policy = replace(policy, name=f"{policy.name}_fp16")
+        if policy.gradient_sum in (Float16(), BFloat16()):
+            policy = replace(policy, gradient_sum=policy.compute)
+        elif re.search(r"mixed-precision ?[=:] ?pure|\bpure\b", sharding):
             # Composer's PURE: gradients are reduced in the type of computing, DEFAULT in float32.
             policy = replace(policy, name=f"{policy.name}_pure", gradient_sum=policy.compute)
     elif re.search(r"\bamp|autocast", text):

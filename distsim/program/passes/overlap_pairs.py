@@ -4,7 +4,9 @@ A rank issues ops in order, so two blocks side by side are one block with both l
 one function reads next is under way between ranks, the other computes: of a layer of experts forward, and
 another backward, that is attention beside the combine, the experts beside the dispatch, and so on
 (DeepSeek-AI 2024, *DeepSeek-V3 Technical Report*, section 3.2.1, figure 4; Megatron-LM,
-core/models/common/model_chunk_schedule_plan.py). Otherwise both have done the same share of their work.
+core/models/common/model_chunk_schedule_plan.py). While neither waits both have done the same share of their
+work. How long a message takes is not asked: beside a function that sends nothing all of its work is done
+during the first message of the other.
 """
 
 from __future__ import annotations
