@@ -11,6 +11,7 @@ from training_models import Maker, bert, flat_mlp, fused_attention, mesh_of, sma
 from distsim.errors import PlanError
 from distsim.ir import Device, Function, Role, callees, verify
 from distsim.transforms import SGD, Adam, differentiate, shard
+from distsim.transforms.autodiff.precision import precision_named
 from distsim.transforms.sharding.axes import batch_options, decide_batch, decide_tensor, tensor_options
 from distsim.transforms.sharding.problem_graph import Structure, structure_of, written
 from distsim.transforms.sharding.roles import WHOLE_BATCH, batch_inputs, propagate_both, roles
@@ -64,7 +65,13 @@ MODELS = {
     "bert": lambda: differentiate(bert(), SGD()),
     "flat": lambda: flat_mlp(layers=4, optimizer=True),
     "forward": lambda: small_gpt(layers=3),
+    "gradients cast": lambda: cast_gpt(layers=2),
 }
+
+
+def cast_gpt(layers: int) -> Function:
+    """Each gradient is cast once a layer has made it, and an update by layer reads it."""
+    return differentiate(small_gpt(layers=layers), Adam(), precision=precision_named("mixed"), clip=1.0)
 
 
 DEGREES = [(2, 1, 1), (4, 2, 1), (2, 2, 2), (1, 1, 4)]
@@ -123,6 +130,17 @@ def test_what_is_distinct_does_not_grow_with_the_layers():
         for found in [structure(differentiate(small_gpt(layers=layers), Adam()))]
     }
     assert len(set(sizes.values())) == 1, sizes
+
+
+def test_casts_between_calls_are_one_for_all_layers():
+    four, eight = (
+        sorted(
+            [node.times for node in structure(cast_gpt(layers)).nodes if node.op.op_type == "GradientCast"]
+        )
+        for layers in (4, 8)
+    )
+    assert 4 in four
+    assert eight == sorted([8 if times == 4 else times for times in four])
 
 
 def test_groups_hold_what_is_made_and_read_in_the_same_places():

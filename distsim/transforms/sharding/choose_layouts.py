@@ -330,7 +330,7 @@ class _Chooser:
             if option.strategy.factor is not None
         )
         return Decision(
-            {node.op: option.strategy for node, option in zip(nodes, chosen, strict=True)},
+            {op: option.strategy for node, option in zip(nodes, chosen, strict=True) for op in node.ops},
             tuple([options.states[state] for state in states]),
             self.structure.number,
             sum(sent.values()) + sum(reduced),

@@ -2,12 +2,14 @@
 
 A function of many layers has few distinct callees, but values of its own for each layer: parameters,
 gradients, activations. Values that only Calls make and read, in the same places of the same callees,
-cost the same wherever they are placed, so one choice for all of them is as good as one for each. The
-choice of placements is therefore made per *group*: its price is that of what is distinct.
+cost the same wherever they are placed, so one choice for all of them is as good as one for each. The same
+holds of ops of one operand that stand between such Calls, as a cast of each gradient. The choice of
+placements is therefore made per *group*: its price is that of what is distinct.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,9 +36,10 @@ class Group:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Node:
-    """A plain op, how often it runs, its matrix flops, the bytes it touches, its values' groups."""
+    """Plain ops that are alike, mostly one: how often they run, each one's matrix flops and bytes touched,
+    and the groups of their values."""
 
-    op: Op
+    ops: tuple[Op, ...]
     signature: Signature
     times: int
     top: bool
@@ -44,6 +47,11 @@ class Node:
     touched: float
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
+
+    @property
+    def op(self) -> Op:
+        """The first of the ops."""
+        return self.ops[0]
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +132,7 @@ class _GraphBuilder:
         self.times = _times_called(function)
         self.number: dict[Value, int] = {}
         self.groups: list[Group] = []
+        self.between: dict[Op, object] = {}  # ops between Calls, with what tells them apart
 
     def build(self) -> Structure:
         for function in self.functions:
@@ -133,9 +142,10 @@ class _GraphBuilder:
         taken: dict[Function, frozenset[int]] = {}
         for function in self.functions:
             times, top = self.times[function], function is self.function
+            alike: dict[object, list[Op]] = {}
             for op in function.ops:
                 if not op.is_call:
-                    nodes.append(self._node(op, times, top))
+                    alike.setdefault(self.between.get(op, op), []).append(op)
                     continue
                 if op.callee not in taken:
                     taken[op.callee] = overwritten(op)
@@ -146,6 +156,7 @@ class _GraphBuilder:
                 for inner, outer in zip(self._of(op.callee.outputs), self._of(op.outputs), strict=True):
                     key = (inner, outer, outer, top, False)
                     ties[key] = ties.get(key, 0) + times
+            nodes += [self._node(tuple(ops), times, top) for ops in alike.values()]
         found = tuple(
             Tie(s, t, outer, times, top, in_place) for (s, t, outer, top, in_place), times in ties.items()
         )
@@ -155,18 +166,20 @@ class _GraphBuilder:
     def _of(self, values: tuple[Value, ...]) -> tuple[int, ...]:
         return tuple([self.number[value] for value in values])
 
-    def _node(self, op: Op, times: int, top: bool) -> Node:
+    def _node(self, ops: tuple[Op, ...], times: int, top: bool) -> Node:
+        op, times = ops[0], times * len(ops)
         signature = signature_of(op)
         demand = work(signature)
         flops = demand.flops if demand is not None and demand.matrix else 0.0
         touched = float(sum(tensor.nbytes for tensor in (*signature.inputs, *signature.outputs)))
-        return Node(op, signature, times, top, flops, touched, self._of(op.inputs), self._of(op.outputs))
+        return Node(ops, signature, times, top, flops, touched, self._of(op.inputs), self._of(op.outputs))
 
     def _group(self, function: Function) -> None:
         """Give every value of one function its group."""
         top = function is self.function
         homes = _in_place(function) if top else {}
         uses, alone = self._uses(function, homes)
+        around = self._between(function, homes, uses, alone) if top and self.merged else {}
         returned = {homes.get(value, value) for value in function.outputs} if top else set[Value]()
         keys: dict[object, int] = {}
         counts: list[int] = []
@@ -180,7 +193,9 @@ class _GraphBuilder:
                 continue
             role = self.known.get(value) if top else None
             own = uses[value]
-            key: object = value if value in alone else (value.type, role, value in returned, *sorted(own))
+            key: object = (value.type, role, value in returned, around.get(value), *sorted(own))
+            if value in alone:
+                key = value
             place = keys.setdefault(key, len(members))
             if place == len(members):
                 members.append((value, role))
@@ -192,6 +207,31 @@ class _GraphBuilder:
             Group(_tensor(value), count, times, role, value in returned)
             for (value, role), count in zip(members, counts, strict=True)
         ]
+
+    def _between(
+        self,
+        function: Function,
+        homes: Mapping[Value, Value],
+        uses: Mapping[Value, Sequence[_Use]],
+        alone: set[Value],
+    ) -> dict[Value, object]:
+        """Find the ops of one operand between Calls; of what they read and make, say what tells it apart."""
+        plain = [op for op in function.ops if not op.is_call]
+        touched = Counter([homes.get(value, value) for op in plain for value in (*op.inputs, *op.outputs)])
+        held = {*function.inputs, *function.outputs}
+        found: dict[Value, object] = {}
+        for op in plain:
+            values = (*op.inputs, *op.outputs)
+            if (len(op.inputs), len(op.outputs)) != (1, 1) or not held.isdisjoint(values):
+                continue
+            if any(touched[value] > 1 for value in values):
+                continue
+            ends = [(value.type, *sorted(uses[value])) for value in values]
+            self.between[op] = key = (op.op_type, op.attributes, op.version, *ends)
+            for place, value in enumerate(values):
+                found[value] = place, key
+                alone.discard(value)
+        return found
 
     def _uses(
         self, function: Function, homes: Mapping[Value, Value]
