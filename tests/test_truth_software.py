@@ -3,7 +3,7 @@
 import pytest
 from truth_rows import GPT, LLAMA
 
-from distsim.ir import Float32
+from distsim.ir import BFloat16, Float32
 from distsim.transforms.kernels import KERNELS
 from distsim.truth import case_of
 from distsim.truth.machine import OLD_LIBRARIES, Cluster
@@ -85,6 +85,21 @@ def test_deepspeed_in_bfloat16_without_zero_or_with_pipelines_sums_in_float32_an
         assert (case.plan.zero, case.plan.bucket, case.plan.overlap_grads) == (1, "nanotron", "off")
 
 
+@pytest.mark.parametrize("pp", ["1", "2"])
+def test_aleph_alphas_code_sums_gradients_as_they_are_with_a_pipeline_too(pp):
+    """2 bytes a parameter of them, where DeepSpeed's pipelines hold 4 all step: its optimizer is its own."""
+    row = GPT | {"zero": "1", "precision": "bf16", "pp": pp, "dp": "8", "n_gpus": str(8 * int(pp))}
+    own = case_of(row | {"framework": "AA-Scaling (Aleph Alpha)"})
+    theirs = case_of(row | {"framework": "Megatron-DeepSpeed 2023-01"})
+    assert own.precision.gradient_sum == BFloat16()
+    assert theirs.precision.gradient_sum == (Float32() if pp == "2" else BFloat16())
+    assert (own.plan.zero, own.plan.bucket, own.plan.tp_overlap) == (1, "nanotron", "on")
+    assert (
+        case_of(row | {"framework": "AA-Scaling (Aleph Alpha)", "tp": "2", "dp": "4"}).plan.tp_overlap
+        == "off"
+    )
+
+
 @pytest.mark.parametrize(
     ("text", "kind"),
     [
@@ -156,7 +171,7 @@ def test_scalings(changed, scaling):
     [
         ("flash-attention training (Lightning, DDP)", "torch", "fused_loss"),
         ("llm.c (CUDA C)", "megatron", "fused_loss"),
-        ("AA-Scaling (Aleph Alpha)", "deepspeed", "eager"),
+        ("AA-Scaling (Aleph Alpha)", "scaling", "eager"),
         ("SageMaker Model Parallel (MiCS)", "deepspeed", None),
     ],
 )

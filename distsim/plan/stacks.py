@@ -194,6 +194,19 @@ STACKS = {
             plan={0: {"zero": 1, "bucket": "nanotron", "overlap_grads": "off"}},
         ),
         Stack(
+            *("scaling", "mixed_bf16_grads", "flash2", "eager", "none", "adamw:kernel=foreach", 1.0),
+            source="Aleph Alpha's scaling (737f8558), src/scaling/core: gradients are summed as autograd "
+            "makes them, in bfloat16, whatever the pipeline, summed whole over ranks after the last "
+            "microbatch (in float32, which is not modelled), and of a rank's part copied to float32 for "
+            "torch's AdamW (optimizer/parameter_group.py, allreduce.py; its zero is stage 1); "
+            "gradient_clipping 1.0 (optimizer_config.py); modules are torch's, a gate and what it gates two "
+            "products (nn/mlp.py); a linear layer returns both gradients before that of its input is reduced "
+            "(nn/linear/column_parallel_linear.py)",
+            stages="layers",
+            tp_overlap="off",
+            plan={zero: {"bucket": "nanotron", "overlap_grads": "off"} for zero in (0, 1)},
+        ),
+        Stack(
             *("deepspeed_2021", "mixed_fp16", "math", "eager_deepspeed", "none", "adamw", None),
             source="DeepSpeed of April 2021 (fbece50b), runtime/zero/constants.py: fp16, no clipping, as "
             "deepspeed of stages 1 and 2; stage3.py and partition_parameters.py: parameters are gathered one "

@@ -13,7 +13,7 @@ from distsim.truth.row import MissingFeatureError, Row, cell, number, plain
 FRAMEWORKS = (
     (r"^flash-?att(entio)?n\b.*\btraining", "torch", "fused_loss"),
     (r"\bllm\.c\b", "megatron", "fused_loss"),
-    ("aleph ?alpha", "deepspeed", "eager"),
+    ("aleph ?alpha", "scaling", None),
     (r"hai-llm|\bmeta internal", "megatron", None),
     ("torchtitan", "torchtitan", None),
     ("nanotron", "nanotron", None),
@@ -32,10 +32,8 @@ FRAMEWORKS = (
 the stack's: codes that reduce FSDP's gradients in float32 are as torchtitan; XLA fuses what it compiles.
 FlashAttention's own training scripts, and llm.c, have fused kernels of norms with residuals, of MLPs and of
 the loss (flash-attention, training/README.md; llm.c, llmc/*.cuh); codes in house of 3D parallelism are as
-Megatron-LM, which they descend from or say that they resemble; Aleph Alpha's has parameters and gradients in
-bfloat16, state divided as by ZeRO-1, and modules of torch (scaling, src/scaling/core/optimizer); SageMaker's
-sharding is MiCS, on DeepSpeed; NeMo 2 fuses the loss (nemo/collections/llm/gpt/model/base.py,
-cross_entropy_loss_fusion)."""
+Megatron-LM, which they descend from or say that they resemble; SageMaker's sharding is MiCS, on DeepSpeed;
+NeMo 2 fuses the loss (nemo/collections/llm/gpt/model/base.py, cross_entropy_loss_fusion)."""
 
 LOSS_COMPILED = "2025-04"
 """Since when torchtitan compiles the loss with the blocks (bbb1b616; 9dec370 of December 2024 says that this
