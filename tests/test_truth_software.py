@@ -101,6 +101,22 @@ def test_aleph_alphas_code_sums_gradients_as_they_are_with_a_pipeline_too(pp):
 
 
 @pytest.mark.parametrize(
+    ("framework", "weighted"),
+    [
+        ("NeMo 2.0 (container 25.02) Megatron-core / TE", "tokens"),
+        ("NeMo 2.0 (container 25.04.00) / TE", "experts"),
+        ("Megatron-LM 2025-03", "tokens"),
+        ("Megatron-Core MoE", "experts"),
+        ("DeepSpeed", "tokens"),
+    ],
+)
+def test_rows_of_experts_are_weighed_where_the_software_of_their_time_does(framework, weighted):
+    mixtral = GPT | {"arch": "mixtral", "moe_experts": "8", "moe_topk": "2", "precision": "bf16", "pp": "1"}
+    sizes = case_of(mixtral | {"framework": framework}).sizes
+    assert sizes.experts is not None and sizes.experts.weighted == weighted
+
+
+@pytest.mark.parametrize(
     ("text", "kind"),
     [
         ("no flash (not stated)", "math"),

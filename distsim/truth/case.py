@@ -71,7 +71,7 @@ def case_of(row: Row) -> Case:
     layout = layout_of(row, stack, assumed)
     sizes = sizes_of(row, "megatron" in plain(row, "framework"), layout.plan.tp, assumed)
     if sizes.experts is not None:  # each rank routes its own tokens
-        routed = replace(sizes.experts, groups=layout.plan.sequence_parts)
+        routed = replace(sizes.experts, groups=layout.plan.sequence_parts, weighted=stack.weighted)
         clauses = re.split(r"[;,]", f"{plain(row, 'overlap')};{plain(row, 'framework')}")
         said = [each for each in clauses if re.search(r"\bdeep-?ep\b", each)]
         if said and not any(re.search(r"\b(no|not|without|off)\b", each) for each in said):

@@ -72,6 +72,9 @@ ADAM_FUSED = "2025-03"
 KEYS_GROUPED = "2026-02"
 """Since when torchtitan gives attention heads of keys as they are (ff0829c1 of January 2026)."""
 
+ROWS_WEIGHED = "2025-04"
+"""Since when experts of Megatron-LM weigh their rows (26596307): older rows do where their tokens are."""
+
 TORCH_FSDP = ("torchtitan", "fsdp", "composer", "plain")
 """Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
 
@@ -143,19 +146,21 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
 
 
 _DATE = r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])"
+_CONTAINER = r"\bcontainer ([0-9]{2})\.(0[1-9]|1[0-2])\b"
 _ARXIV = r"arxiv:([0-9]{2})(0[1-9]|1[0-2])\.[0-9]{4,5}"
 
 
 def _month(row: Row) -> str:
     """Return of which month the software of a row is, as in 2024-12; nothing where no column says it.
 
-    If no column has a date it is as old as the paper, by its number at arXiv.
+    NVIDIA's containers are numbered by it. If no column has a date it is as old as the paper, by its number
+    at arXiv.
     """
     for column in ("framework", "source_url"):
         found = re.search(_DATE, plain(row, column))
         if found:
             return f"{found[1]}-{found[2]}"
-    found = re.search(_ARXIV, plain(row, "source_url"))
+    found = re.search(_CONTAINER, plain(row, "framework")) or re.search(_ARXIV, plain(row, "source_url"))
     return f"20{found[1]}-{found[2]}" if found else ""
 
 
@@ -184,6 +189,8 @@ def _stack(row: Row, zero: int, assumed: list[str]) -> tuple[Stack, str]:
                 stack = STACKS["torchtitan_2025"]
                 if _month(row) < ADAM_FUSED:
                     stack = replace(stack, optimizer="adamw:kernel=foreach")
+            if "" < _month(row) < ROWS_WEIGHED:
+                stack = replace(stack, weighted="tokens")
             return stack, kernels or stack.kernels
     raise MissingFeatureError(f"a stack for {framework or 'a row without a framework'!r:.60}")
 
