@@ -11,7 +11,7 @@ together the largest logit, the sum of the exponentials and the logit of the lab
 
 With ``in_steps=1`` the exponentials are made, summed and divided by their sum one kernel after the other, in
 the place of the logits (:mod:`distsim.transforms.kernels.losses`): nothing else changes but what is read and
-written.
+written. With ``in_place=1`` a gradient is where its logits were, if nothing reads these later.
 """
 
 from __future__ import annotations

@@ -26,12 +26,12 @@ def replacements(function: Function) -> dict[Value, Value]:
 
 def replaced_by(op: Op) -> Mapping[int, int]:
     """Return for each output of an op that is a new value of an input the place of that input."""
+    if op.attributes.get("in_place"):  # sums over ranks, or the gradient of logits, the first that it reads
+        pairs = zip(op.inputs, op.outputs, strict=False)
+        return {place: place for place, (old, new) in enumerate(pairs) if old.type == new.type}
     if op.subfunctions:  # a Call, or a kernel of several ops
         return replaced_inputs(op.callee)
     meaning = operator(op.op_type)
-    if op.attributes.get("in_place"):  # of sums over ranks
-        pairs = zip(op.inputs, op.outputs, strict=True)
-        return {place: place for place, (old, new) in enumerate(pairs) if old.type == new.type}
     if not (meaning.in_place or meaning.overwrites):
         return _NOTHING
     places = {**meaning.in_place, **meaning.overwrites}

@@ -119,6 +119,8 @@ def kernel_of(ops: Sequence[Op], outputs: Sequence[Value], one_product: bool = F
     made = {value for op in ops for value in op.outputs}
     inputs = tuple(dict.fromkeys([v for op in ops for v in op.inputs if v not in made]))
     attributes = kernel_attributes(ops, one_product)
+    if any(op.attributes.get("in_place") for op in ops):
+        attributes = Attributes({**attributes, "in_place": 1})
     # The callee has values of its own: those of a function occur in one place.
     body = copy_function(Function(attributes["ops"], inputs, tuple(ops), tuple(outputs)))
     name = joined_name(op.name for op in ops)

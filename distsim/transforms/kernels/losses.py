@@ -12,13 +12,20 @@ Megatron-LM, unless it is asked for a fused one: Python that finds the largest l
 exponentials, sums them and divides by the sum, each in a kernel of its own, in the place of the logits in
 float32 (megatron/core/tensor_parallel/cross_entropy.py, ``VocabParallelCrossEntropy``). nanotron has the same
 (e24d2483, parallel/tensor_parallel/functional.py, ``_ShardedCrossEntropy``, on one rank too), but subtracts
-into a copy, which is not held here.
+into a copy, beside which the logits stay until forward returns: no less than with the gradient beside them,
+which stands for it here.
+
+Where the gradient is made in the place of what forward saved for it (``loss_in_place``) there is one tensor.
+So Megatron-LM makes it of the quotients (``prepare_gradient_calculation_operands``: ``grad_input =
+softmax``), fused or not (megatron/core/fusions/fused_cross_entropy.py), and FlashAttention's kernel if asked
+to, of logits in 16 bits (flash_attn/losses/cross_entropy.py, ``inplace_backward``).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
+from functools import partial
 
 from distsim.cache import Cache
 from distsim.ir import Attributes, Environment, Function, Op, Value, rewrite, rewrite_all
@@ -32,20 +39,25 @@ _APART = Cache[Function, Function | None]("functions whose losses are several ke
 def losses_apart(function: Function, kernels: Kernels) -> Function:
     """Return the joint function in which each cross entropy is what a framework launches for it.
 
-    It is the function itself where there is none, and for policies that run a loss as one kernel. Made once
-    per function, of what a rank runs: torch's two ops are not divided, and a loss that is divided over
-    classes is left as it is for them.
+    It is the function itself where there is none, and for policies that run a loss as one kernel, with its
+    gradient beside what it saved. Made once per function, of what a rank runs: torch's two ops are not
+    divided, and a loss that is divided over classes is left as it is for them.
     """
-    if kernels.loss == "one":
+    if kernels.loss == "one" and not kernels.loss_in_place:
         return function
-    return _APART.get(function, kernels.loss, lambda: _rewritten(function, kernels.loss)) or function
+    key = kernels.loss, kernels.loss_in_place
+    return _APART.get(function, key, lambda: _rewritten(function, *key)) or function
 
 
-def _rewritten(function: Function, loss: str) -> Function | None:
+def _rewritten(function: Function, loss: str, in_place: bool) -> Function | None:
     """Return the function with its losses apart, or None: what is kept does not hold its key."""
+    marks = {
+        **({"CrossEntropyLoss": "in_steps", "SumOfExponentials": "in_steps"} if loss == "megatron" else {}),
+        **({"CrossEntropyLossGrad": "in_place"} if in_place else {}),
+    }
 
     def change(_: Function, current: Function) -> Function:
-        made = rewrite(current, _LossWriter().change if loss == "torch" else _in_steps)
+        made = rewrite(current, _LossWriter().change if loss == "torch" else partial(_marked, marks=marks))
         # What moves a loss's second output to where its gradient lies has nothing to move any longer.
         needed = needed_ops(made.ops, made.outputs)
         return made if len(needed) == len(made.ops) else replace(made, ops=tuple(needed))
@@ -54,10 +66,10 @@ def _rewritten(function: Function, loss: str) -> Function | None:
     return None if found is function else found
 
 
-def _in_steps(op: Op, _: Environment) -> Iterator[Op]:
-    """Mark what is computed step by step in the place of the logits."""
-    if op.op_type in ("CrossEntropyLoss", "SumOfExponentials"):
-        op = replace(op, attributes=Attributes({**op.attributes, "in_steps": 1}))
+def _marked(op: Op, _: Environment, marks: Mapping[str, str]) -> Iterator[Op]:
+    """Mark what is computed step by step in the place of the logits, and gradients that are made there."""
+    if op.op_type in marks:
+        op = replace(op, attributes=Attributes({**op.attributes, marks[op.op_type]: 1}))
     yield op
 
 

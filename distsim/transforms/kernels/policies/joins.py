@@ -160,6 +160,25 @@ def one_loss(first: Op, second: Op) -> bool:
     return (first.op_type, second.op_type) in (("Cast", "CrossEntropyLoss"), ("CrossEntropyLossGrad", "Cast"))
 
 
+def of_logits(first: Op, second: Op) -> bool:
+    """Logits in the type of the model, whose gradient is made of them: flash_attn/losses/cross_entropy.py."""
+    return one_loss(first, second) or (first.op_type, second.op_type) == ("Cast", "CrossEntropyLossGrad")
+
+
+def megatron_of_logits(first: Op, second: Op) -> bool:
+    """As Megatron-LM's, but a cross entropy, and its gradient, are one kernel each, of logits as they are."""
+    return of_logits(first, second) or megatron(first, second)
+
+
+def flash_attention(first: Op, second: Op) -> bool:
+    """Biases with GELU (flash_attn/ops/fused_dense.py) and residuals (ops/layer_norm.py), and the loss."""
+    if first.op_type in ("Softmax", "SoftmaxGrad") or second.op_type in ("Softmax", "Where"):
+        return False  # modules/mha.py, SelfAttention: a kernel each
+    if second.op_type == "Add" and not (first.op_type == "Dropout" or _adds_bias(first)):
+        return False
+    return megatron_of_logits(first, second)
+
+
 _PROMOTE = frozenset(("Add", "Sub", "Mul", "Div"))
 
 

@@ -12,7 +12,9 @@ from distsim.transforms.kernels.policies.joins import (
     alone,
     compiled,
     compiled_blocks,
+    flash_attention,
     megatron,
+    megatron_of_logits,
     one_loss,
 )
 
@@ -56,7 +58,8 @@ class Kernels:
     (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
     kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
     fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``loss``: which kernels a cross
-    entropy is, of :data:`LOSS_KERNELS` (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
+    entropy is, of :data:`LOSS_KERNELS`, and ``loss_in_place``: its gradient is made where what it saved lies
+    (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
     gradients of the operands of a product are a kernel each, and ``products``, of :data:`PRODUCTS`, how those
     run that a model may have as one (:mod:`distsim.transforms.kernels.products`). ``strided_batches``:
     products of many matrices read these where they lie (:mod:`distsim.transforms.kernels.strides`).
@@ -111,6 +114,7 @@ class Kernels:
     multi_tensor: bool = False
     interiors: bool = False
     loss: str = "one"
+    loss_in_place: bool = False
     gradients_apart: bool = False
     products: str = "apart"
     strided_batches: bool = False
@@ -161,6 +165,7 @@ _MEGATRON_LM = replace(
     rotary="one",
     interiors=True,
     loss="megatron",
+    loss_in_place=True,
     products="joined",
     strided_batches=True,
     triangles=4096,
@@ -195,6 +200,7 @@ KERNELS = {
         replace(_EAGER, name="eager"),
         _MEGATRON_LM,
         replace(_MEGATRON_LM, name="fused_loss", loss="one"),
+        replace(_MEGATRON_LM, name="fused_logits", joins=megatron_of_logits, loss="one"),
         replace(_MEGATRON_OF_2023, name="fused_loss_waiting", loss="one"),
         _MEGATRON_OF_2023,
         replace(_MEGATRON_OF_2021, name="fused_2021", epilogues=False),
@@ -238,6 +244,17 @@ KERNELS = {
             products="copied",
             launched_as="eager",
         ),
+        replace(
+            _EAGER,
+            name="flash_attention",
+            joins=flash_attention,
+            loss="one",
+            loss_in_place=True,
+            interiors=True,
+            products="joined",
+            norms_twice=False,
+            launched_as="eager",
+        ),
         replace(_TORCH, name="compiled", joins=compiled, interiors=True),
         replace(
             _TORCH,
@@ -267,7 +284,10 @@ reads the batch, sums of gradients that begin as zeros, and the kernels of Megat
 (nanotron); ``fused``: with the fusions that
 Megatron-LM has by default, products that add to sums of gradients among them, and a host that looks for NaNs
 in each bucket before it is sent, as since December 2023; ``fused_loss``: with that of
-the cross entropy too (``--cross-entropy-loss-fusion``); ``fused_waiting``, ``fused_loss_waiting``: as these,
+the cross entropy too (``--cross-entropy-loss-fusion``), which saves float32; ``fused_logits``: with one of
+logits in 16 bits, whose gradient takes their place (llm.c, llmc/fused_classifier.cuh); ``flash_attention``:
+as ``eager``, with such a loss, and biases that kernels add with GELU and residuals (its training scripts);
+``fused_waiting``, ``fused_loss_waiting``: as ``fused`` and ``fused_loss``,
 with a host that waits for its device before each microbatch, as until 2023; ``fused_2022``: before each pass
 and update, whose timers did until 77efcccb of August 2022, and with kernels of their own that add to sums;
 ``fused_2021``: as that, but sums in the type of gradients begin as the first one, as until August 2021, with
