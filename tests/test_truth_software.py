@@ -167,6 +167,23 @@ def test_types(changed, name):
     assert case_of(GPT | changed).precision.name == name
 
 
+def test_states_of_16_bits_without_a_master_copy_are_four_bytes_a_parameter():
+    row = GPT | {"precision": "fp8 (linears); bf16 optimizer states without master copy"}
+    precision = case_of(row).precision
+    assert (precision.states, precision.master) == ((BFloat16(),), None)
+    usual = case_of(GPT | {"precision": "fp8 (linears; attention and states in bf16)"}).precision
+    assert (usual.states, usual.master) == ((Float32(),), Float32())
+
+
+def test_flash_attentions_own_code_has_softmax_in_the_type_of_its_operands():
+    """SelfAttention names the type, which autocast then leaves as it is: 2 bytes a pair are saved, not 6."""
+    row = GPT | {"precision": "bf16 autocast", "attention": "no flash"}
+    own = case_of(row | {"framework": "flash-attention training"}).precision
+    other = case_of(row | {"framework": "PyTorch"}).precision
+    assert set(other.wide_ops) - set(own.wide_ops) == {"Softmax"}
+    assert (own.compute, own.states) == (other.compute, other.states)
+
+
 @pytest.mark.parametrize(
     ("changed", "scaling"),
     [
@@ -185,8 +202,8 @@ def test_scalings(changed, scaling):
 @pytest.mark.parametrize(
     ("framework", "stack", "kernels"),
     [
-        ("flash-attention training (Lightning, DDP)", "torch", "fused_loss"),
-        ("llm.c (CUDA C)", "megatron", "fused_loss"),
+        ("flash-attention training (Lightning, DDP)", "torch", "flash_attention"),
+        ("llm.c (CUDA C)", "megatron", "fused_logits"),
         ("AA-Scaling (Aleph Alpha)", "scaling", "eager"),
         ("SageMaker Model Parallel (MiCS)", "deepspeed", None),
     ],

@@ -10,9 +10,10 @@ from distsim.plan.stacks import STACKS, Stack
 from distsim.transforms.autodiff.precision import POLICIES, Precision
 from distsim.truth.row import MissingFeatureError, Row, cell, number, plain
 
+FLASH_TRAINING = r"^flash-?att(entio)?n\b.*\btraining"
 FRAMEWORKS = (
-    (r"^flash-?att(entio)?n\b.*\btraining", "torch", "fused_loss"),
-    (r"\bllm\.c\b", "megatron", "fused_loss"),
+    (FLASH_TRAINING, "torch", "flash_attention"),
+    (r"\bllm\.c\b", "megatron", "fused_logits"),
     ("aleph ?alpha", "scaling", None),
     (r"hai-llm|\bmeta internal", "megatron", None),
     ("torchtitan", "torchtitan", None),
@@ -261,6 +262,9 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
         policy = POLICIES["amp"]
         if half and not brain:
             policy = replace(policy, name="amp_fp16", compute=Float16(), loss_scale=65536.0)
+        if re.search(FLASH_TRAINING, plain(row, "framework")):  # softmax(..., dtype=v.dtype): modules/mha.py
+            wide = tuple([op for op in policy.wide_ops if op != "Softmax"])
+            policy = replace(policy, name=f"{policy.name}_softmax", wide_ops=wide)
     elif half and not brain:
         policy = POLICIES["mixed_fp16"]
     elif brain or eight:
@@ -274,6 +278,10 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
         policy = POLICIES[stack.precision or "mixed"]
     else:
         raise MissingFeatureError(f"precision {text!r:.60}")
+    if re.search(rf"({_BRAIN})[- ](optimizer[- ])?(states?|moments)\b", text):
+        policy = replace(policy, name=f"{policy.name}_states", states=(BFloat16(),))
+    if re.search(r"\b(no|without( an?)?) master\b", text):
+        policy = replace(policy, name=f"{policy.name}_no_master", master=None)
     if not eight:
         return policy
     scaling = next((name for pattern, name in _SCALINGS if re.search(pattern, text)), stack.scaling)
