@@ -183,10 +183,22 @@ def test_a_smaller_window_is_never_more_work(seq: int, kv_seq: int, causal: bool
     assert pairs == sorted(pairs)
 
 
-@pytest.mark.parametrize("options", [{}, {"is_causal": 1}, {"is_causal": 1, "window": 3}], ids=str)
-def test_the_model_multiplies_all_pairs_and_none_again(options: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("options", "pairs"),
+    [
+        ({}, 10 * 10),
+        ({"is_causal": 1}, 10 * 10),
+        ({"is_causal": 1, "window": 3}, 10 + 2 * 9 + 2 * 8),
+        ({"is_causal": 1, "window": 20}, 10 * 10),
+        ({"window": 3}, 10 * 10 - 28),  # all but those further behind
+    ],
+    ids=str,
+)
+def test_the_model_multiplies_all_pairs_of_its_window_and_none_again(
+    options: dict[str, Any], pairs: int
+) -> None:
     ahead, behind = works(demand(10, batch=2, heads=3, size=8, **options))
-    assert ahead.model_flops == 4 * 2 * 3 * 10 * 10 * 8
+    assert ahead.model_flops == 4 * 2 * 3 * pairs * 8
     assert behind.model_flops == 2 * ahead.model_flops
 
 

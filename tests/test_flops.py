@@ -28,16 +28,35 @@ def small_llama(attention):
     return set_attention(llama(2, 8, 2, seq=4, batch=8, vocab=16, kv_heads=1, ffn=16), attention)
 
 
-@pytest.mark.parametrize("name", ["llama3-8b:layers=2", "mistral-7b:layers=2,window=64"])
-def test_a_token_takes_six_flops_a_weight_and_twelve_for_attention(name):
+@pytest.mark.parametrize(
+    ("name", "pairs"),
+    [
+        ("llama3-8b:layers=2", 128 * 128),
+        ("mistral-7b:layers=2,window=256", 128 * 128),
+        ("mistral-7b:layers=2,window=64", 128 * 127 - 64 * 63),  # the diagonal, and 63 on each side of it
+    ],
+)
+def test_a_token_takes_six_flops_a_weight_and_twelve_for_attention(name, pairs):
     """6 N + 12 L h s (Chowdhery et al. 2022, appendix B), N being the weights of products."""
     seq, sizes = 128, decoder_sizes(name)[0]
     function = load_model(name, 1, f"seq={seq}")
     weights = sum(v.type.size for v in function.parameters if len(v.type.shape) == 2)
     weights -= sizes.vocab * sizes.hidden  # the embedding is looked up
-    expected = 6 * weights + 12 * sizes.layers * sizes.hidden * seq
+    expected = 6 * weights * seq + 12 * sizes.layers * sizes.hidden * pairs
     assert count_parameters(sizes).params > weights
-    assert count_model_flops(differentiate(function, Adam())) == seq * expected
+    assert count_model_flops(differentiate(function, Adam())) == expected
+
+
+@pytest.mark.parametrize("name", ["mixtral-8x7b:layers=1", "deepseek-v2-lite:layers=2"])
+def test_the_models_flops_are_of_the_experts_that_tokens_choose_whatever_their_capacity(name):
+    def counted(options):
+        function = differentiate(load_model(f"{name},concentration=1{options}", 1, "seq=64"), Adam())
+        return count_model_flops(function), count_flops(function)
+
+    every = [counted(options) for options in ("", ",capacity=1", ",capacity=4", ",capacity=4,pad=false")]
+    assert [model for model, _ in every] == pytest.approx([every[0][0]] * 4, rel=1e-12)
+    assert every[1][1] < every[0][1] < every[2][1]
+    assert every[3][1] <= every[0][1]
 
 
 @pytest.mark.parametrize("name", ["llama3-8b:layers=1", "gpt2", "deepseek-v2-lite:layers=2"])

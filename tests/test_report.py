@@ -209,7 +209,7 @@ def test_summary_says_what_the_simulation_says():
     assert row.split()[2:5] == [f"{part / simulation.step_time:.1%}" for part in parts]
     assert any(line.startswith("gpu:2, gpu:3 ") for line in lines)
     peak = 4 * 1.4e13
-    counted = "the model's products, of attention all pairs"
+    counted = "the model's products, with pairs that a causal mask hides"
     share = f"{1e6 / (simulation.step_time * peak):.1%}"
     assert f"MFU           {share} of 14 TFLOP/s each (float32, 4 devices): {counted}" in lines
     assert f"HFU           {simulation.flops / (simulation.step_time * peak):.1%} of" in text

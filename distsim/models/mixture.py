@@ -268,6 +268,8 @@ def _experts(layer: LayerMaker, rows: Value, sizes: Mixture, routing: Routing, g
     device = {} if layer.like.device is None else {"device": layer.like.device}
     counts = layer("Constant", name="slots", value=Literal(np.array(routing.slots, np.int64)), **device)
     known: dict[str, object] = {"sizes": routing.slots}
+    if sum(routing.demand) != routing.rows:
+        known["chosen"] = sum(routing.demand)
     if not routing.padded:
         known["counted"] = 1
     if sizes.dispatcher == "deepep":

@@ -258,10 +258,15 @@ def attention_work(signature: Signature, products: int, again: int, formals: Seq
     """Two flops for each pair seen, each number of a head, and each product over it.
 
     There are as many ``products`` over the size of keys as over that of values, and those of queries and
-    keys ``again``. The model is taken to multiply all pairs, also those that a mask hides, and none again.
+    keys ``again``. The model is taken to multiply all pairs, also those that a causal mask hides, and none
+    again; of a window, whose keys beyond it no model has, those as far behind a query and ahead of it.
     """
     sizes = sizes_of(formals, signature.attributes, signature.inputs)
     options, pairs = AttentionOptions.of_attributes(signature.attributes), signature.attributes.get("pairs")
+    every = float(sizes.seq * sizes.kv_seq)
+    if options.window is not None:
+        within = pairs_seen(sizes.seq, sizes.kv_seq, options)
+        every = min(every, 2 * within if options.is_causal else within)
     if pairs is None:
         pairs = pairs_seen(sizes.seq, sizes.kv_seq, options)
     each, heads = products * (sizes.size + sizes.v_size), 2.0 * sizes.batch * sizes.heads
@@ -270,7 +275,7 @@ def attention_work(signature: Signature, products: int, again: int, formals: Seq
         bytes_of(signature.inputs),
         bytes_of(signature.outputs),
         matrix=True,
-        model_flops=heads * sizes.seq * sizes.kv_seq * each,
+        model_flops=heads * every * each,
     )
 
 

@@ -6,6 +6,8 @@ total. Rows beyond the last group are zero. x [..., n, k], w [groups, k, m], row
 All n rows are paid for, 2 n k m flops for each of the leading places: what is padded is not free.
 
 ``sizes``: what ``rows`` will be, where that is known before. Only then may ranks have groups each.
+``chosen``: how many rows the model asks for where that is not their sum (routers whose experts have a
+capacity: rows of padding, or choices that are dropped); so many count as the model's flops.
 ``exchange``: the kind of collective that brings rows to these ranks, if it is no plain all-to-all.
 ``counted``: no rank knows before how many rows others have for its groups, so they tell each other before
 the rows are sent: each ``RowCounts``, what it has for every group, a number of 8 bytes.
@@ -15,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -67,6 +70,10 @@ def _check(op_type: str, attributes: Attributes, ranked: Tensor, w: Tensor | Non
     if w is not None and w.shape[0] != rows.shape[0]:
         raise TypeRuleError(f"{op_type}: {w.shape[0]} matrices for {rows.shape[0]} groups")
     sizes = attributes.get("sizes")
+    if "chosen" in attributes and (sizes is None or attributes["chosen"] < 0):
+        raise TypeRuleError(
+            f"{op_type}: chosen={attributes['chosen']} rows are a part of all: give sizes, and 0 or more"
+        )
     if sizes is not None and (len(sizes) != rows.shape[0] or sum(sizes) != ranked.shape[-2]):
         raise TypeRuleError(
             f"{op_type}: {ranked} are not the rows of {rows.shape[0]} groups of sizes {shown_sizes(sizes)}"
@@ -108,7 +115,10 @@ def _types_b(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor
 def _matrix_work(signature: Signature, narrow: Tensor, wide: Tensor) -> Work:
     """Each of the n rows is multiplied once: [n, k] beside [n, m] is 2 n k m flops, whatever is sought."""
     flops = 2.0 * narrow.size * wide.shape[-1]
-    return work_of(signature, flops, matrix=True)
+    made, chosen = work_of(signature, flops, matrix=True), signature.attributes.get("chosen")
+    if chosen is None:
+        return made
+    return replace(made, model_flops=flops * chosen / max(sum(signature.attributes["sizes"]), 1))
 
 
 def _gradient(ctx: GradientContext) -> Sequence[Value | None]:
@@ -169,7 +179,7 @@ def _localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> A
     return Attributes({name: item for name, item in attributes.items() if name not in _OF_ALL})
 
 
-_OF_ALL = ("sizes", "exchange", "counted")
+_OF_ALL = ("sizes", "chosen", "exchange", "counted")
 
 
 def _counts_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -106,7 +106,7 @@ def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]
     if not (peak.total and simulation.step_period > 0):
         return []
     shares = (
-        ("MFU", model_flops, "the model's products, of attention all pairs"),
+        ("MFU", model_flops, "the model's products, with pairs that a causal mask hides"),
         ("HFU", simulation.flops, f"all that kernels do{_as_the_busiest(simulation)}"),
     )
     return [
