@@ -350,6 +350,8 @@ def test_own_runs_are_a_line_of_the_summary(capsys):
     )
     assert own / seconds == pytest.approx(correction([1.2] * 3), rel=2e-3)
     assert "3 runs took 1.2 times as long as predicted" in out
+    assert "look for what differs" not in out
+    assert "look for what differs" in simulate(capsys, MLP, "--batch", 8, "--own-runs", 3, 3)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from distsim.ir.kernel_rates import KINDS_OF_WORK, KernelRates
 from distsim.ops import Signature, types, work
 from distsim.plan import Plan
 from distsim.simulation import Simulator
-from distsim.simulation.explain.interval import BETWEEN, SPREADS, correction, interval_of
+from distsim.simulation.explain.interval import BETWEEN, SPREADS, clash, correction, interval_of
 from distsim.transforms import Adam, differentiate
 
 SHARES = KernelRates(tuple([(kind, 0.5) for kind in KINDS_OF_WORK]), processors=108)
@@ -276,8 +276,23 @@ def test_steps_of_ones_own_correct_and_narrow():
     ]
     assert variances == pytest.approx([1 - BETWEEN**2, 1 - BETWEEN], rel=1e-3)
     assert correction([1.2, 1.2, 50.0]) == correction([1.2] * 3)  # a run that went wrong
+    assert not clash([1.2] * 10_000)
     with pytest.raises(SimulationError, match="0 is no ratio of measured to predicted"):
         correction([1.0, 0.0])
+
+
+def test_steps_of_ones_own_that_disagree_or_do_not_fit_widen():
+    plain = interval_of(1.0, 0.08, {"linear": 1.0})
+    low, high, _ = interval_of(1.0, 0.08, {"linear": 1.0}, own=[0.7, 1.3])  # with each other
+    assert low < 0.7 < plain.low < plain.high < 1.3 < high
+    assert not clash([0.7, 1.3])
+    for runs in ([3.0], [3.0, 3.0], [3.0] * 5, [0.4, 0.42]):  # with the prediction
+        low, high, _ = interval_of(1.0, 0.08, {"linear": 1.0}, own=runs)
+        assert low < min(runs) and max(runs) < high
+        assert clash(runs)
+    usual = [interval_of(1.0, 0.08, {"linear": 1.0}, own=[1.1] * count) for count in (1, 2, 3, 5)]
+    widths = [high / low for low, high, _ in (plain, *usual)]
+    assert widths == sorted(widths, reverse=True)
 
 
 def chain(topology: Topology):

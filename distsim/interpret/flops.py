@@ -31,8 +31,9 @@ def count_model_flops(function: Function) -> float:
     causal mask hides, and nothing that is computed again. Of a decoder's step that is 6 N + 12 L h s a token,
     N being the weights of its products (of experts those that a token chooses, whatever their capacity), and
     12 L h (2 w - w^2 / s) where it attends to w keys of s at most (written out, to all): however attention
-    runs, in whatever precision and kernels. Rows by which a vocabulary is padded are among them, as in Megatron-LM
-    (``num_floating_point_operations`` of megatron/training/training.py takes ``args.padded_vocab_size``).
+    runs, in whatever precision and kernels. Rows by which a vocabulary is padded are among them, as in
+    Megatron-LM (``num_floating_point_operations`` of megatron/training/training.py takes
+    ``args.padded_vocab_size``).
 
     >>> from distsim.models import mlp
     >>> count_model_flops(mlp(layers=1, width=4, batch=2))

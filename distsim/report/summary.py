@@ -12,7 +12,7 @@ from distsim.ops import op_label, operator
 from distsim.report.labels import ranks_label
 from distsim.schedule.refusals import count
 from distsim.simulation import Simulation
-from distsim.simulation.explain.interval import Interval, correction
+from distsim.simulation.explain.interval import Interval, clash, correction
 from distsim.simulation.explain.text import rate_text, seconds_text, table
 from distsim.simulation.memory.origins import grouped
 from distsim.simulation.quantities import bytes_label
@@ -98,7 +98,10 @@ def _corrected(simulation: Simulation, own: Sequence[float]) -> str:
     seconds = seconds_text(simulation.step_period * correction(own))
     runs = f"{count(len(own), 'run')} took {median(own):.3g} times as long as predicted"
     taken = f"{correction(own):.3g} times is taken, the nearer to it the more runs"
-    return f"own runs      {seconds}{trust}: {runs}; {taken}"
+    line = f"own runs      {seconds}{trust}: {runs}; {taken}"
+    if clash(own):
+        line += ". They do not fit what was predicted: look for what differs (plan, batch, kernels, cluster)"
+    return line
 
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:

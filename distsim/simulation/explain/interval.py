@@ -9,8 +9,9 @@ longer whose work of that kind does.
 
 A part of the variance is between machines (:data:`BETWEEN`): steps on one of them are all slower than
 predicted, or all faster. Measured steps of one's own say by how much, the more of them the surer: the median
-of their logarithms counts n / (n + within / between) (James and Stein 1961), so that a single one misleads
-little.
+of their logarithms counts b / (b + w / n) (James and Stein 1961), b being the variance between machines and w
+that on one of them, so that a single one misleads little. w is what they show where that is more; and where
+they are far from what was predicted (:func:`clash`), the interval reaches as far.
 """
 
 from __future__ import annotations
@@ -33,9 +34,17 @@ say it: assumptions (collectives are fitted within a node, and guesses between n
 experts)."""
 
 
-BETWEEN = 0.44
-"""The share of the variance that is between machines, of 0.075 between sources and 0.085 within one: standard
-deviations of the logarithm in an analytic study of the published rows."""
+BETWEEN_SOURCES, WITHIN_SOURCE = 0.075, 0.085
+"""Standard deviations of the logarithm in an analytic study of the published rows."""
+
+BETWEEN = BETWEEN_SOURCES**2 / (BETWEEN_SOURCES**2 + WITHIN_SOURCE**2)
+"""The share of the variance that is between machines."""
+
+TO_DEVIATION = 1.4826
+"""By what the median distance from the median is multiplied to be a normal variable's standard deviation."""
+
+FAR = 3.0
+"""By how many standard deviations own steps may differ: one of 370 machines does by more."""
 
 
 class Interval(NamedTuple):
@@ -59,19 +68,45 @@ def correction(ratios: Sequence[float]) -> float:
     Raises :class:`SimulationError` for a ratio that cannot be one.
 
     >>> round(correction([1.2]), 3), round(correction([1.2] * 5), 3), correction([])
-    (1.084, 1.156, 1.0)
+    (1.083, 1.156, 1.0)
     """
     for ratio in ratios:
         if not 1 / MOST_RATIO <= ratio <= MOST_RATIO:
             raise SimulationError(
                 f"{ratio:g} is no ratio of measured to predicted seconds; those of the same step are about 1"
             )
-    return math.exp(_weight(len(ratios)) * median(map(math.log, ratios))) if ratios else 1.0
+    return math.exp(_OwnRuns(ratios).taken) if ratios else 1.0
 
 
-def _weight(count: int) -> float:
-    """Return how much of what so many steps say of their machine counts."""
-    return BETWEEN / (BETWEEN + (1 - BETWEEN) / count) if count else 0.0
+def clash(ratios: Sequence[float]) -> bool:
+    """Return whether measured steps of one machine are further from predicted ones than machines differ: what
+    ran is something else, perhaps, than what was predicted (:data:`FAR`).
+
+    >>> clash([1.05, 1.1]), clash([3.0, 3.0]), clash([0.7, 1.3])
+    (False, True, False)
+    """
+    return bool(ratios) and _OwnRuns(ratios).beyond > 0
+
+
+class _OwnRuns:
+    """What measured steps of one machine say: the logarithm that is ``taken``, the variance of it that is
+    ``left``, that of steps ``within`` the machine, and what is ``beyond`` both."""
+
+    def __init__(self, ratios: Sequence[float]) -> None:
+        logs = [math.log(ratio) for ratio in ratios]
+        middle = median(logs)
+        shown = TO_DEVIATION * median([abs(log - middle) for log in logs])
+        self.within = max(WITHIN_SOURCE, shown) ** 2
+        of_median = self.within / len(logs)
+        weight = BETWEEN_SOURCES**2 / (BETWEEN_SOURCES**2 + of_median)
+        self.taken, self.left = weight * middle, BETWEEN_SOURCES**2 * (1 - weight)
+        apart = ((1 - weight) * FAR) ** 2 * (BETWEEN_SOURCES**2 + of_median)
+        self.beyond = max(0.0, (middle - self.taken) ** 2 - apart)
+
+    def variance(self, usual: float) -> float:
+        """Return the variance of a step that has ``usual`` without these."""
+        known = (self.left + self.within) / (BETWEEN_SOURCES**2 + WITHIN_SOURCE**2)
+        return usual * known + self.beyond
 
 
 def deviations(parts: Mapping[str, float], uncertainties: Mapping[str, float]) -> dict[str, float]:
@@ -96,7 +131,8 @@ def interval_of(
     """Return the interval of a step on devices of a spread; None where that is not known.
 
     ``parts`` are the seconds of its critical path by kind of work, ``own`` measured over predicted seconds of
-    other steps on the same machine: the interval is around ``seconds * correction(own)`` then, and narrower.
+    other steps on the same machine: the interval is around ``seconds * correction(own)`` then, and narrower
+    where they agree.
     ``uncertainties`` are those of the devices (``Device.rates.uncertainties``).
     Raises :class:`SimulationError` for a level outside of (0, 1), and for a ratio that cannot be one.
     """
@@ -106,6 +142,6 @@ def interval_of(
     if not spread or not seconds:
         return None
     variance = spread**2 + sum(each**2 for each in deviations(parts, uncertainties or {}).values())
-    variance *= 1 - BETWEEN * _weight(len(own))
+    variance = _OwnRuns(own).variance(variance) if own else variance
     half = math.exp(NormalDist().inv_cdf((1 + level) / 2) * math.sqrt(variance))
     return Interval(seconds / half, seconds * half, level)
