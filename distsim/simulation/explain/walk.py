@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -31,39 +31,10 @@ class Chain(NamedTuple):
     end: Floats
 
 
-class WalkedCalls(Protocol):
-    """What was run, call by call, as far as the walk asks."""
-
-    def last(self) -> Link | None:
-        """Return which task ended last: of several, the first."""
-        ...
-
-    def tasks(self, call: int) -> TaskTable:
-        """Return the tasks of a call."""
-        ...
-
-    def times(self, call: int) -> tuple[Floats, Floats, Floats]:
-        """Return when each port of a call is there and each stream free, and the ends of its tasks."""
-        ...
-
-    def source(self, call: int, entry: int) -> tuple[Link | None, float]:
-        """Return who made what a call was entered with, and when: stream s, or port p as -2 - p."""
-        ...
-
-    def segments(self, chain: Chain, start: float, until: float) -> Iterator[Segment]:
-        """Yield the segments that tasks of a call are, from the last to the first."""
-        ...
-
-    def places(self, chain: Chain) -> Ints:
-        """Return the stage of each task."""
-        ...
-
-
 def critical_path(
     timeline: Timeline, simulated: Function | Program, label: Callable[[Op], str] = kind_of
 ) -> CriticalPath:
     """Return the critical path of what was simulated; ``label`` gives the kind to which an op counts."""
-    calls: WalkedCalls
     if isinstance(timeline, ProgramTimeline):
         calls = _ProgramCalls(timeline)
     elif isinstance(timeline, FlatTimeline):
@@ -172,6 +143,7 @@ class _ProgramCalls:
         self._last: dict[BlockTasks, Ints] = {}
 
     def last(self) -> Link | None:
+        """Return which task ended last: of several, the first."""
         record, run = self.record, self.timeline.run
         registers = np.arange(run.model.wiring.matrices.registers)
         registers = registers[(record.last_call[registers] >= 0) & (record.times[registers] == run.step_time)]
@@ -183,10 +155,12 @@ class _ProgramCalls:
         return self.timeline.product_of(call).tasks
 
     def times(self, call: int) -> tuple[Floats, Floats, Floats]:
+        """Return when each port of a call is there and each stream free, and the ends of its tasks."""
         ports, clocks = self.timeline.entries_of(call)
         return ports, clocks, expand(self.tasks(call), ports, clocks.copy())[1]
 
     def source(self, call: int, entry: int) -> tuple[Link | None, float]:
+        """Return who made what a call was entered with, and when: stream s, or port p as -2 - p."""
         product = self.timeline.product_of(call)
         if entry < NOTHING:
             place = tuple(product.tasks.ports[-2 - entry].tolist())
@@ -232,10 +206,12 @@ class _ProgramCalls:
         return found
 
     def places(self, chain: Chain) -> Ints:
+        """Return the stage of each task."""
         block = self.timeline.block_of(self.timeline.product_of(chain.call))
         return np.full(len(chain.tasks), block.rank)
 
     def segments(self, chain: Chain, start: float, until: float) -> Iterator[Segment]:
+        """Yield the segments that tasks of a call are, from the last to the first."""
         product = self.timeline.product_of(chain.call)
         name = self.timeline.path_of(chain.call) or op_label(product.tasks.op_table[0])
         yield Segment(name, self.timeline.block_of(product).rank, start, until)

@@ -27,11 +27,11 @@ from distsim.simulation.memory.walk import (
     WORKSPACE,
     Argument,
     Frame,
-    MemoryRanks,
     Use,
     Walk,
 )
 from distsim.simulation.tasks.rank_classes import placement_classes
+from distsim.simulation.tasks.streams import MemoryRanks
 
 __all__ = ["KINDS", "MemoryUse", "peak_memory"]
 

@@ -8,7 +8,7 @@ which share memory, and what its results are to the caller.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 from distsim.cache import cached
@@ -16,7 +16,8 @@ from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Device, Function, Mesh, Op, Role, Value
 from distsim.resizing import Likeness, likeness_of
 from distsim.simulation.memory.plan import MemoryPlan, buffered_gradients, first_places, plan_of
-from distsim.simulation.tasks.rank_classes import Classes, Placement, communicates, place_of
+from distsim.simulation.tasks.rank_classes import Classes, communicates, place_of
+from distsim.simulation.tasks.streams import MemoryRanks
 
 KINDS = (
     "parameters",
@@ -43,19 +44,6 @@ not handed out of the call in which they are made.
 GRADIENTS, ACTIVATIONS, WORKSPACE, COMMUNICATION = 4, 5, 6, 7
 KIND_OF_ROLE = {Role.PARAMETER: 0, Role.STATE: 1, Role.CONSTANT: 2, Role.INPUT: 3}
 RESIDENT = (Role.PARAMETER, Role.STATE, Role.CONSTANT)
-
-
-class MemoryRanks(Protocol):
-    """Rank classes, as far as memory asks for them."""
-
-    @property
-    def members(self) -> Sequence[tuple[Device, ...]]:
-        """The devices of each class."""
-        ...
-
-    def at(self, placement: Placement) -> Classes:
-        """The classes that a placement consists of."""
-        ...
 
 
 class OneRank:

@@ -24,8 +24,8 @@ class Stream:
     name: str
 
 
-class Ranks(Protocol):
-    """The rank classes on which ops are placed; :class:`RankClasses` is one."""
+class MemoryRanks(Protocol):
+    """Rank classes, as far as memory asks for them."""
 
     @property
     def members(self) -> Sequence[Group]:
@@ -35,6 +35,10 @@ class Ranks(Protocol):
     def at(self, placement: Placement, /) -> Classes:
         """Return the classes that a placement consists of."""
         ...
+
+
+class Ranks(MemoryRanks, Protocol):
+    """The rank classes on which ops are placed; :class:`RankClasses` is one."""
 
     def exchanges(self, op: Op, /) -> Sequence[ClassExchange]:
         """Return the exchanges of a communication op."""
