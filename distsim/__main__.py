@@ -9,7 +9,7 @@ import threading
 from types import FrameType
 
 from distsim.compile import when_compiling
-from distsim.console.streams import close_output, complain, open_missing
+from distsim.console.terminal import close_output, complain, open_missing
 
 SIGNALS = ("SIGINT", "SIGTERM", "SIGHUP")
 """What stops a command: Ctrl-C, ``kill``, a terminal that goes away (not on every system)."""

@@ -1,7 +1,7 @@
 """How many cycles multiprocessors take for an element, in kernels of torch that memory alone does not bound.
 
 ``python experiments/element_rates.py TABLE`` reads a table of kernels of torch, each alone
-(``op,dtype,rows,columns,seconds``, op as in :data:`distsim.cost.element_rate.CYCLES`), prints of each op and
+(``op,dtype,rows,columns,seconds``, op as in :data:`distsim.cost.roofline.CYCLES`), prints of each op and
 type the cycles that its kernels show beside those that distsim has, with the errors of both and of bytes
 alone, and writes ``results/element_rates.csv`` and a picture. ``--preset`` names the machine (dgx-h200).
 ``--measure`` makes the table first, where torch and a GPU are: half a minute.
@@ -25,7 +25,7 @@ from typing import Any
 from common import RESULTS, panels, save, write_csv
 from measure_machine import Run, TorchBackend, device_seconds
 
-from distsim.cost.element_rate import CYCLES
+from distsim.cost.roofline import CYCLES
 from distsim.hardware import load_cluster
 from distsim.ir import Device
 

@@ -57,7 +57,7 @@ FRONTS = {"distsim.transforms": 6}
 
 # What is to be mended. These lists may only shrink.
 CIRCLES = {  # (module, what it imports) in a circle of modules
-    ("distsim.program.program", "distsim.program.written"),
+    ("distsim.program.program", "distsim.program.write_out"),
     ("distsim.simulation.explain.explain", "distsim.simulation.simulation"),
 }
 LAYERS = {  # (module, what it imports) against the order of the folders of their package

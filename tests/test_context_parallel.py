@@ -35,7 +35,7 @@ from distsim.ops.places import shape_of
 from distsim.plan import Plan
 from distsim.transforms import Adam, differentiate
 from distsim.transforms.kernels.attention import set_attention
-from distsim.transforms.repeated_keys import repeat_keys
+from distsim.transforms.key_heads import repeat_keys
 
 D = H // A
 KV = 2 * GROUPS * D * S * B

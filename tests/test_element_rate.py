@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from distsim.cost import CostModel
-from distsim.cost.element_rate import COLUMN_SUM, CYCLES, element_seconds
+from distsim.cost.roofline import COLUMN_SUM, CYCLES, element_seconds
 from distsim.hardware import load_cluster
 from distsim.ir import Attributes, BFloat16, Device, Float32, FunctionMaker, Tensor, Topology
 from distsim.ir.kernel_rates import KernelRates

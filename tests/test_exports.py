@@ -20,7 +20,7 @@ from distsim.models import gpt
 from distsim.ops import operator
 from distsim.plan import Plan
 from distsim.report.exports import write_chakra, write_memory_snapshot, write_rank_traces
-from distsim.report.exports.messages import COLLECTIVES
+from distsim.report.exports.chakra import COLLECTIVES
 from distsim.simulation import Simulator
 from distsim.simulation.memory.timeline import memory_timeline
 from distsim.transforms import differentiate, optimizer_named

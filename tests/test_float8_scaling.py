@@ -28,7 +28,7 @@ from distsim.transforms import SGD, Adam, add_loss, differentiate, precision_nam
 from distsim.transforms.autodiff.precision import SCALINGS
 from distsim.transforms.autodiff.set_precision import apply_precision, cast_number
 from distsim.transforms.kernels import KERNELS
-from distsim.transforms.pipelining.delayed_scaling import _kept_up
+from distsim.transforms.pipelining.float8 import _kept_up
 
 E4M3, E5M2 = cast_number(Float8E4M3FN()), cast_number(Float8E5M2())
 

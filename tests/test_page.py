@@ -13,7 +13,7 @@ import pytest
 from cli_cases import run
 from training_models import small_gpt, small_mlp
 
-import distsim.report.page.boxes as boxes
+import distsim.report.page.step as boxes
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.errors import SimulationError

@@ -12,8 +12,8 @@ from said import says
 from distsim.cli import main
 from distsim.errors import DistsimError, ImportModelError, ModelLimitError, PlanError
 from distsim.importer.configs import BatchSizes, read_deepspeed, read_megatron_args, read_torchtitan
+from distsim.importer.configs.arguments import read_indented
 from distsim.importer.configs.arithmetic import flags_of, integer_of
-from distsim.importer.configs.indented import read_indented
 from distsim.importer.configs.megatron_layout import stage_layers
 from distsim.importer.configs.shell import Script
 from distsim.models.counts import count_parameters

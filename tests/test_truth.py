@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from truth_rows import GPT, LLAMA
 
-from distsim.hardware.power import speed_under_limit
+from distsim.hardware.cluster_parts import speed_under_limit
 from distsim.ir import Float8E4M3FN, all_ops
 from distsim.models.decoder_sizes import DropoutRates
 from distsim.ops.places import shape_of

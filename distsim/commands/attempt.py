@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from distsim.console.streams import complain
+from distsim.console.terminal import complain
 from distsim.errors import DistsimError
 
 BAD_INPUT, OUT_OF_MEMORY = 2, 3

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from distsim.calibration import calibrate, read_timings
 from distsim.commands.options.cluster import add_settings
-from distsim.console.streams import complain, say
+from distsim.console.terminal import complain, say
 from distsim.errors import TimingsError
 from distsim.report.output import check_target, replacing
 

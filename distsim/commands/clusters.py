@@ -5,8 +5,7 @@ from __future__ import annotations
 import argparse
 
 from distsim.commands.options.cluster import add_settings
-from distsim.console.streams import say
-from distsim.console.terminal import for_terminal
+from distsim.console.terminal import for_terminal, say
 from distsim.errors import TopologyError
 from distsim.hardware import cluster_toml, describe, load_cluster, presets
 

@@ -12,8 +12,7 @@ from distsim.commands.options.json_output import PRINTED, add_json, check_json, 
 from distsim.commands.options.model import add_model_options
 from distsim.commands.options.training_file import take_file
 from distsim.commands.simulate import simulated_step
-from distsim.console.streams import say
-from distsim.console.terminal import for_terminal
+from distsim.console.terminal import for_terminal, say
 from distsim.errors import DistsimError, PlanError
 from distsim.report.difference import StepComparison, parts_title
 from distsim.report.figures import DEVICE, StepFigures

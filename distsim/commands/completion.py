@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Mapping, Sequence
 
 from distsim.commands.parser import CommandParser
-from distsim.console.streams import say
+from distsim.console.terminal import say
 from distsim.device_placement.partitioned import HOST_MODES
 from distsim.hardware import presets
 from distsim.importer import model_names

@@ -9,8 +9,7 @@ from pathlib import Path
 from distsim.commands.attempt import OUT_OF_MEMORY
 from distsim.commands.options.training_file import take_file
 from distsim.commands.simulate import add_step_options, simulated_step
-from distsim.console.streams import say
-from distsim.console.terminal import for_terminal
+from distsim.console.terminal import for_terminal, say
 from distsim.report import plot_explanation
 from distsim.report.output import check_format, check_target
 from distsim.report.progress import Progress

@@ -6,8 +6,7 @@ import argparse
 from dataclasses import asdict
 
 from distsim.commands.options.json_output import PRINTED, add_json, check_json, write_json
-from distsim.console.streams import say
-from distsim.console.terminal import for_terminal
+from distsim.console.terminal import for_terminal, say
 from distsim.errors import ImportModelError
 from distsim.importer.decoders import decoder_sizes, model_names
 from distsim.models.counts import ParameterCount, count_parameters

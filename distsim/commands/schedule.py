@@ -8,7 +8,7 @@ import shutil
 import sys
 from pathlib import Path
 
-from distsim.console.streams import complain, say
+from distsim.console.terminal import complain, say
 from distsim.errors import ScheduleError
 from distsim.report import describe_schedule, plot_schedule
 from distsim.report.output import check_format, check_target, replacing

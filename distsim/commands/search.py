@@ -16,8 +16,7 @@ from distsim.commands.options.cluster import add_settings
 from distsim.commands.options.json_output import PRINTED, add_json, check_json, teller, write_json
 from distsim.commands.options.model import add_model_options, model_options
 from distsim.commands.options.training_file import take_file
-from distsim.console.streams import complain, say
-from distsim.console.terminal import for_terminal
+from distsim.console.terminal import complain, for_terminal, say
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.estimate import OBJECTIVES, PUE
 from distsim.plan_search.training.goodput import FAILURES, RESTART, STORAGE

@@ -10,8 +10,7 @@ from distsim.commands.options.cluster import add_settings, read_cluster
 from distsim.commands.options.model import add_model_options, model_options
 from distsim.commands.options.training_file import take_file, take_layout
 from distsim.compose import parallelize
-from distsim.console.streams import say
-from distsim.console.terminal import is_coloured
+from distsim.console.terminal import is_coloured, say
 from distsim.cost import UncostedOperatorWarning
 from distsim.errors import PlanError
 from distsim.ir import Function, pformat

@@ -15,8 +15,7 @@ from distsim.commands.options.exports import add_export_options, check_exports, 
 from distsim.commands.options.json_output import PRINTED, add_json, check_json, teller, write_json
 from distsim.commands.options.model import add_model_options, model_options
 from distsim.commands.options.training_file import READERS, take_file, take_layout
-from distsim.console.streams import say
-from distsim.console.terminal import for_terminal
+from distsim.console.terminal import for_terminal, say
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 
-from distsim.console.streams import complain, say
+from distsim.console.terminal import complain, say
 from distsim.errors import DistsimError
 from distsim.report.output import check_format, check_target, replacing
 from distsim.truth.accuracy import Accuracy

@@ -18,14 +18,14 @@ from distsim.plan.rank_layout import ExpertRanks, parse_cp_kind
 from distsim.plan.recomputation import parse_remat
 from distsim.resizing import shared
 from distsim.schedule import SCHEDULES, Schedule
-from distsim.transforms.autodiff.outputs import only_needed
+from distsim.transforms.autodiff.loss import only_needed
 from distsim.transforms.data_parallel.gathers import gathered
 from distsim.transforms.data_parallel.zero import zero
 from distsim.transforms.gradient_passes import checks_gradients, unscale_first
 from distsim.transforms.kernels.losses import losses_apart
 from distsim.transforms.kernels.policies import Kernels
 from distsim.transforms.kernels.products import gradients_apart
-from distsim.transforms.key_heads import repeat_key_heads
+from distsim.transforms.key_heads import repeat_key_heads, save_last_keys
 from distsim.transforms.op_graph import Numbered, is_sum
 from distsim.transforms.outlining.lift import lift_weights
 from distsim.transforms.outlining.outline import outline
@@ -34,7 +34,6 @@ from distsim.transforms.pipelining.stage_choice import counted_cut, fastest_cut,
 from distsim.transforms.pipelining.stages import coarse
 from distsim.transforms.recompute import layers_of, offload, rematerialize
 from distsim.transforms.recompute.interiors import recompute_interiors
-from distsim.transforms.ring_keys import save_last_keys
 from distsim.transforms.sharding.shard import Layouts, Sharded, layouts, shard
 
 

@@ -12,7 +12,7 @@ from distsim.ir import Device, Function, Op, Value, rewire_op, substitute
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.plan import Plan
-from distsim.program.written import WrittenOut
+from distsim.program.write_out import WrittenOut
 from distsim.schedule import Schedule, one_f_one_b
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from distsim.errors import ImportModelError
 from distsim.importer.decoders import load_decoder, model_names
-from distsim.importer.decoders.options import (
+from distsim.importer.decoders.described import (
     read_coefficient,
     read_decimal,
     read_flag,

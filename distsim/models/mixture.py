@@ -54,7 +54,7 @@ class Mixture:
     0 for none, of the tokens of ``aux_over`` sequences together. ``dispatcher``: where ranks have experts
     each, their tokens' rows are sent to them (``alltoall``), or all ranks have all tokens and take rows of
     them (``allgather``), as Megatron-LM's ``--moe-token-dispatcher-type``, or a token goes once to each node
-    and rank that it reaches (``deepep``, :mod:`distsim.hardware.token_exchange`). A token chooses among the
+    and rank that it reaches (``deepep``, :mod:`distsim.hardware.collectives`). A token chooses among the
     experts of its ``topk_group`` best of ``n_group`` groups of neighbouring experts (node-limited routing): a
     group is as good as its best expert (DeepSeek-V2), with sigmoid scores as its two best (DeepSeek-V3).
     ``weighted``: where rows are multiplied by their gates: back at the ranks of their ``tokens``, or before

@@ -8,7 +8,7 @@ scatters, casting on the way (``torch/distributed/fsdp/_fully_shard/_fsdp_collec
 ``split_with_sizes_copy``, ``chunk_cat``). FSDP1's parameters and gradients are views of such buffers.
 
 Each reads its operands once and writes as many results; ``to`` is the element type of these, if it is
-another. Neither is an op of a model: :mod:`distsim.transforms.data_parallel.copies` and
+another. Neither is an op of a model: :mod:`distsim.transforms.data_parallel.gathers` and
 :mod:`distsim.transforms.tensor_parallel.expert_rows`, for one, write them.
 """
 

@@ -198,7 +198,7 @@ register(
 # they sum over (torchao, float8_ops.py, ``preprocess_addmm``: ``.t().contiguous().t()``); with ``rows``,
 # whose scales are of rows and for this of columns, what x was cast from is read twice, for the largest
 # elements and for the cast (float8_linear.py casts each operand along either dimension). Written beside
-# products once it is known what ranks have (:mod:`distsim.transforms.pipelining.turned_operands`).
+# products once it is known what ranks have (:mod:`distsim.transforms.pipelining.float8`).
 
 
 def _turn_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -50,10 +50,6 @@ _DATA = ("data", "indices")
 _GRAD = ("indices", "dy")
 
 
-def _static_rank(attributes: Attributes, name: str) -> int:
-    return static_array(attributes[name], None).ndim
-
-
 def linear_in(names: tuple[str, ...], signature: Signature, *members: str) -> tuple[tuple[int, ...], ...]:
     """Return the linear set of these operands; none when one of them is static."""
     index = places(names, signature.attributes, len(signature.inputs))
@@ -121,7 +117,7 @@ def _gather_rule(signature: Signature) -> ShardingRule:
     attributes = signature.attributes
     index = places(_DATA, attributes, len(signature.inputs))
     ranks = [
-        signature.inputs[index[name]].rank if name in index else _static_rank(attributes, name)
+        signature.inputs[index[name]].rank if name in index else (static_array(attributes[name], None).ndim)
         for name in _DATA
     ]
     data, indices, output = _gather_labels(attributes, ranks[0], ranks[1])

@@ -25,7 +25,7 @@ UPDATED = "updated"
 """The attribute of a kernel of updates that says how many elements all their parameters have."""
 
 MULTI_TENSOR = OPTIMIZER_OPS | {"SquareSum", "ScaleGradient"}
-"""The ops of which one kernel runs those of many tensors (:mod:`distsim.transforms.kernels.multi_tensor`)."""
+"""The ops of which one kernel runs those of many tensors (:mod:`distsim.transforms.kernels.fusion`)."""
 
 
 def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attributes:

@@ -328,10 +328,6 @@ def _depth_to_space_rule(signature: Signature) -> ShardingRule:
     return _block_rule(signature, signature.inputs[0].shape, blocks_first)
 
 
-def _space_to_depth_rule(signature: Signature) -> ShardingRule:
-    return _block_rule(signature, signature.outputs[0].shape, blocks_first=True)
-
-
 def _depth_to_space_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     block = ctx.attributes["blocksize"]
     if ctx.attributes.get("mode", "DCR") == "DCR":
@@ -339,10 +335,6 @@ def _depth_to_space_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     n, c, h, w = as_tensor(ctx.inputs[0].type, "DepthToSpace").shape
     parts = ctx.add("Reshape", ctx.grad, shape=(n, c // block**2, h, block, w, block))
     return [ctx.add("Reshape", ctx.add("Transpose", parts, perm=(0, 1, 3, 5, 2, 4)), shape=(n, c, h, w))]
-
-
-def _space_to_depth_gradient(ctx: GradientContext) -> Sequence[Value | None]:
-    return [ctx.add("DepthToSpace", ctx.grad, blocksize=ctx.attributes["blocksize"])]
 
 
 def _block_bounds(op_type: str) -> Bounds:
@@ -373,8 +365,8 @@ register(
     Operator(
         "SpaceToDepth",
         work=move_work,
-        gradient=_space_to_depth_gradient,
-        sharding=_space_to_depth_rule,
+        gradient=lambda ctx: ([ctx.add("DepthToSpace", ctx.grad, blocksize=ctx.attributes["blocksize"])]),
+        sharding=lambda signature: _block_rule(signature, signature.outputs[0].shape, blocks_first=True),
         bounds=_block_bounds("SpaceToDepth"),
     )
 )

@@ -10,7 +10,7 @@ make is joined by the logarithms of the softmax's sums (``MergeAttention``). Bac
 way, from where forward ended: keys and values of the next rank first, of the rank itself last; the sums of
 their gradients follow in the same messages, each while the next step computes, and are home with the last.
 Both are sent c-1 times in c messages, as in TransformerEngine (``context_parallel.py``), if what came last is
-saved (:mod:`distsim.transforms.ring_keys`, the attribute ``last``); else the rank's own are sent back first.
+saved (:mod:`distsim.transforms.key_heads`, the attribute ``last``); else the rank's own are sent back first.
 """
 
 from __future__ import annotations
@@ -121,10 +121,6 @@ def _part(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     return attend(operands(_PART, attributes, arrays), AttentionOptions.of_attributes(attributes))
 
 
-def _part_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    return attend_backward(operands(_PART_GRAD, attributes, arrays), attributes)
-
-
 register(
     Operator(
         "AttentionPart",
@@ -139,7 +135,9 @@ register(
     Operator(
         "AttentionPartGrad",
         types=_part_grad_types,
-        compute=_part_grad,
+        compute=lambda attributes, arrays: attend_backward(
+            operands(_PART_GRAD, attributes, arrays), attributes
+        ),
         work=lambda s: attention_work(s, 2, 1, _PART_GRAD),
         formals=_PART_GRAD,
         exact=lambda attributes, count: range(3, count - 1),  # places, Y and lse
@@ -199,14 +197,10 @@ def _pairs(seq: int, parts: int, ring: bool, step: int, options: AttentionOption
         return pairs_seen(seq, seq, options) / parts
     if options.window is None:
         return (0.5 if options.is_causal else 1.0) * (seq // parts) ** 2
-    own = [_zigzag(seq, rank, parts) for rank in range(parts)]
+    own = [(take_part(np.arange(seq), 0, rank, parts, _pieces(seq))) for rank in range(parts)]
     found = [seen(own[rank], own[(rank - step) % parts], options) for rank in range(parts)]
     whole = float(np.mean([np.sum(visible) for visible in found if visible is not None]))
     return whole - (0.5 * seq / parts if options.is_causal and step == 0 else 0.0)  # as pairs_seen counts
-
-
-def _zigzag(seq: int, rank: int, parts: int) -> Array:
-    return take_part(np.arange(seq), 0, rank, parts, _pieces(seq))
 
 
 def _pieces(seq: int) -> tuple[int, int]:

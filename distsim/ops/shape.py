@@ -229,17 +229,13 @@ def _tile_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     return [ctx.add("ReduceSum", parts, axes=tuple(axes), keepdims=0)]
 
 
-def _reshape_rule(signature: Signature) -> ShardingRule:
-    return _view_rule(signature, _reshape_localize)
-
-
 register(
     Operator(
         "Reshape",
         types=_reshape_types,
         work=view_work,
         gradient=_reshape_gradient,
-        sharding=_reshape_rule,
+        sharding=lambda signature: _view_rule(signature, _reshape_localize),
         view=True,
     )
 )

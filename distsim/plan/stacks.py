@@ -26,7 +26,7 @@ class Stack:
     fields of a plan with several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with
     several tensor-parallel ranks, ``stages`` of one with a pipeline; ``contexts``: which kind of context
     parallelism it has for one; ``repeated_keys``: attention is given as many heads of keys as of queries
-    (:mod:`distsim.transforms.repeated_keys`); ``scaling`` and ``linear_ops``: those of
+    (:mod:`distsim.transforms.key_heads`); ``scaling`` and ``linear_ops``: those of
     operands of 8 bits, where they are asked for (none: all); ``weighted``: where rows of experts are
     multiplied by their gates, of a model that does not say (:class:`distsim.models.mixture.Mixture`).
     ``source`` says where these are from.

@@ -25,12 +25,13 @@ from distsim.program.table import (
     SEND,
     UPDATE,
     BoundBlock,
+    CallPattern,
     Key,
     RankKeys,
     Table,
     TableCalls,
+    columns_of,
 )
-from distsim.program.table_columns import CallPattern, columns_of
 from distsim.program.tail import Tail
 from distsim.schedule import FLUSH, LAST, LATER, IssueOrder, Kind, Schedule, issue_order
 from distsim.schedule.codes import kind_of, number_of

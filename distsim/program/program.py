@@ -17,7 +17,7 @@ from distsim.program.bind import table_of
 from distsim.program.links import Maker
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.table import Table
-from distsim.program.written import WrittenOut
+from distsim.program.write_out import WrittenOut
 from distsim.schedule import FLUSH, Schedule
 
 

@@ -1,14 +1,20 @@
-"""Writing a Program out: its table as one flat Function of Calls, Sends and collectives."""
+"""Writing a Program out: its table as one flat Function of Calls, Sends and collectives.
+
+A Program as a Function is written out when its ops are first read, and simulated without that.
+"""
 
 from __future__ import annotations
 
-from typing import NamedTuple, Protocol
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from distsim.ir import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Mesh, Op, Type, Value
+from distsim.ir.type import Tensor
 from distsim.program.parts import ProgramInput
-from distsim.program.relocate import Relocator
 from distsim.program.table import CONCAT, EVERY, SEND, BoundBlock, Key, Table
-from distsim.schedule import Schedule
+
+if TYPE_CHECKING:
+    from distsim.program.program import Program
 
 Place = tuple[Value, int, int]
 """A key, the rank on which it is, and its microbatch; -1 for a value of which there is one a step."""
@@ -21,42 +27,13 @@ class _MovedBlock(NamedTuple):
     made: tuple[tuple[str, Type], ...]
 
 
-class Scheduled(Protocol):
-    """A Program, as far as it matters for writing it out."""
-
-    @property
-    def name(self) -> str:
-        """Its name."""
-        ...
-
-    @property
-    def mesh(self) -> Mesh:
-        """Where it runs: axes pp, dp, tp."""
-        ...
-
-    @property
-    def pattern(self) -> Mesh:
-        """The mesh on which the types of its blocks are."""
-        ...
-
-    @property
-    def schedule(self) -> Schedule:
-        """The order of its actions."""
-        ...
-
-    @property
-    def inputs(self) -> tuple[ProgramInput, ...]:
-        """Its global inputs."""
-        ...
-
-
 class Writer:
     """Writes the rows of a table one after the other.
 
     The types of Calls and Sends are known from the blocks, which were checked, hence not derived again.
     """
 
-    def __init__(self, program: Scheduled, table: Table, steady: bool) -> None:
+    def __init__(self, program: Program, table: Table, steady: bool) -> None:
         self.program, self.table, self.steady = program, table, steady
         self.maker = FunctionMaker(program.name)
         self.meshes = program.mesh.slices("pp")
@@ -189,4 +166,125 @@ class Writer:
             made = zip(block.makes, placed.outputs, strict=True)
             found = _MovedBlock(placed, tuple([(key.value.name, value.type) for key, value in made]))
             self.placed[block] = found
+        return found
+
+
+class Relocator:
+    """Moves functions from one mesh to another: where something lies is all that changes.
+
+    A pattern mesh may have fewer replicas along an axis than the mesh that it stands for: shapes do not
+    depend on their number, so types are rewritten and not derived again. Each function is moved
+    once under a name.
+    """
+
+    def __init__(self, source: Mesh, target: Mesh) -> None:
+        self.source, self.target = source, target
+        self._functions: dict[tuple[Function, str | None, tuple[str, ...]], Function] = {}
+        self._types: dict[Type, Type] = {}
+        self._attributes: dict[Attributes, Attributes] = {}
+        # The same objects occur again and again: a look-up by identity first. They are kept alive.
+        self._known: dict[int, tuple[Type, Type]] = {}
+
+    def function(self, function: Function, name: str | None = None, op_names: Sequence[str] = ()) -> Function:
+        """Return the function, and what it calls, on the target mesh, under a name and with named ops."""
+        key = (function, name, tuple(op_names))
+        found = self._functions.get(key)
+        if found is None:
+            env = {value: Value(value.name, self.type(value.type), value.role) for value in function.inputs}
+            names = op_names or [op.name for op in function.ops]
+            ops = [self._op(op, env, own) for op, own in zip(function.ops, names, strict=True)]
+            found = Function(
+                function.name if name is None else name,
+                tuple([env[value] for value in function.inputs]),
+                tuple(ops),
+                tuple([env[value] for value in function.outputs]),
+            )
+            self._functions[key] = found
+        return found
+
+    def type(self, type_: Type) -> Type:
+        """Return the type on the target mesh."""
+        known = self._known.get(id(type_))
+        if known is not None:
+            return known[1]
+        found = self._types.get(type_)
+        if found is None:
+            found = type_
+            if isinstance(type_, Tensor) and type_.device == self.source:
+                found = type_.on(self.target)
+            self._types[type_] = found
+        self._known[id(type_)] = type_, found
+        return found
+
+    def _op(self, op: Op, env: dict[Value, Value], name: str) -> Op:
+        outputs = tuple([Value(value.name, self.type(value.type), value.role) for value in op.outputs])
+        inputs = tuple([env[value] for value in op.inputs])
+        env.update(zip(op.outputs, outputs, strict=True))
+        attributes = self._moved(op.attributes) if op.attributes else op.attributes
+        callees = tuple([self.function(callee) for callee in op.subfunctions])
+        return Op(op.op_type, inputs, outputs, attributes, callees, op.version, name)
+
+    def _moved(self, attributes: Attributes) -> Attributes:
+        found = self._attributes.get(attributes)
+        if found is None:
+            places: dict[str, Any] = {
+                key: self.target for key, item in attributes.items() if item == self.source
+            }
+            found = Attributes({**attributes, **places}) if places else attributes
+            self._attributes[attributes] = found
+        return found
+
+
+class WrittenOut(Function):
+    """What :meth:`Program.to_function` returns: a Function like any other, whose ops are made when read.
+
+    ``program`` is what it was made of, ``steady`` whether its inputs are where they are used.
+    """
+
+    __slots__ = ("_made", "_writer", "program", "steady")
+
+    program: Program
+    steady: bool
+    _made: tuple[tuple[Op, ...], tuple[Value, ...]] | None
+    _writer: Any
+
+    def __new__(
+        cls,
+        name: str,
+        inputs: tuple[Value, ...],
+        ops: tuple[Op, ...],
+        outputs: tuple[Value, ...],
+        notes: tuple[str, ...] = (),
+    ) -> Any:
+        """Return a plain Function: a changed copy of one is no longer what a program was written out to."""
+        return Function(name, inputs, ops, outputs, notes)
+
+    @staticmethod
+    def of(program: Program, steady: bool) -> WrittenOut:
+        """Return a program as a Function."""
+        made = object.__new__(WrittenOut)
+        writer = Writer(program, program.table(), steady)
+        values = {"name": program.name, "notes": program.notes, "inputs": writer.inputs()}
+        values |= {"program": program, "steady": steady}
+        for key, value in (values | {"_writer": writer, "_made": None}).items():
+            object.__setattr__(made, key, value)
+        return made
+
+    @property
+    def ops(self) -> tuple[Op, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The ops, written out when they are first asked for."""
+        return self._written()[0]
+
+    @property
+    def outputs(self) -> tuple[Value, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The outputs."""
+        return self._written()[1]
+
+    def _written(self) -> tuple[tuple[Op, ...], tuple[Value, ...]]:
+        found: tuple[tuple[Op, ...], tuple[Value, ...]] | None = self._made
+        if found is None:
+            writer: Writer = self._writer
+            found = writer.written()
+            object.__setattr__(self, "_made", found)
+            object.__setattr__(self, "_writer", None)
         return found

@@ -10,7 +10,7 @@ import numpy as np
 from distsim.program.table import BoundBlock, Table
 from distsim.simulation.maxplus.engine import ProgramRun
 from distsim.simulation.maxplus.kernels import evaluate
-from distsim.simulation.maxplus.products import Product
+from distsim.simulation.maxplus.matrices import Product
 from distsim.simulation.maxplus.record import Record, record_of
 from distsim.simulation.maxplus.row_loop import run_rounds
 from distsim.simulation.tasks.block_matrix import BlockTasks

@@ -10,7 +10,7 @@ from distsim.errors import SimulationError
 from distsim.interpret.infer import infer_types
 from distsim.ir import Function, Type, Value
 from distsim.program.program import Program
-from distsim.program.written import WrittenOut
+from distsim.program.write_out import WrittenOut
 from distsim.schedule import longer
 from distsim.simulation.details import ProgramTimeline
 from distsim.simulation.events.disturbances import Disturbances

@@ -1,18 +1,23 @@
-"""The best plans of a model on a cluster, or on several: what ``distsim search`` does."""
+"""The best plans of a model on a cluster, or on several: what ``distsim search`` does.
+
+The training step of a model for each of many plans, which share one as far as they divide the same.
+"""
 
 from __future__ import annotations
 
 import os
 import re
+import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack, overload
 
 from distsim.errors import PlanError, SimulationError
-from distsim.ir import Topology
+from distsim.ir import Function, Topology, pformat
 from distsim.plan import Plan
 from distsim.plan_search.evaluation import SearchProblem
 from distsim.plan_search.journal import check_new
@@ -22,12 +27,13 @@ from distsim.plan_search.space import PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import OBJECTIVES, TrainingCosts
 from distsim.plan_search.views.cluster_comparison import ClusterComparison
 from distsim.plan_search.workers import RemoteWorkers, dask_workers
+from distsim.report.progress import Progress
 from distsim.schedule.refusals import count
 from distsim.study.choices import Choices
 from distsim.study.clusters import Cluster, SizedCluster, sized_clusters
 from distsim.study.options import Model, ModelOptions, check_keywords, options_of, says
-from distsim.study.plans import ModelOfPlans
 from distsim.study.search_options import SearchKeywords, SearchOptions
+from distsim.study.training_step import training_step
 
 Clusters = list[str] | list[Topology] | list[Cluster] | tuple[Cluster, ...]
 """Several clusters."""
@@ -299,3 +305,38 @@ class PlanStudy:
 
     def _complete(self, plan: Plan) -> Plan:
         return self.choices.spread(plan, self.sets)
+
+
+@dataclass(eq=False)
+class ModelOfPlans:
+    """Returns the training step that options ask for, for a plan.
+
+    It depends on the plan where a stack pads the vocabulary for tensor-parallel ranks, and where sequences
+    are routed to experts part by part. ``aloud``: reading it is said on standard error, the first time.
+    """
+
+    options: ModelOptions
+    choices: Choices
+    aloud: bool = False
+    _made: dict[tuple[int, int], Function] = field(default_factory=dict[tuple[int, int], Function])
+    _by_text: dict[str, Function] = field(default_factory=dict[str, Function])
+
+    def __call__(self, plan: Plan) -> Function:
+        """Return the step: the same object for plans that divide the same."""
+        parts = plan.sequence_parts
+        return self._step(plan, parts if parts > 1 and self._routes_by_part else 1)
+
+    @cached_property
+    def _routes_by_part(self) -> bool:
+        """Whether the step depends on how sequences are divided."""
+        divided = Plan(cp=2)
+        return self._step(Plan(), 1) is not self._step(divided, divided.sequence_parts)
+
+    def _step(self, plan: Plan, parts: int) -> Function:
+        key = self.choices.stack.vocabulary_multiple * plan.tp, parts
+        if key not in self._made:
+            made, _ = training_step(
+                self.options, Progress(sys.stderr if self.aloud and not self._made else None), plan
+            )
+            self._made[key] = self._by_text.setdefault(pformat(made), made)
+        return self._made[key]

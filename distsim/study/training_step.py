@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 
-from distsim.console.streams import say
+from distsim.console.terminal import say
 from distsim.errors import PlanError
 from distsim.importer import load_model
 from distsim.ir import DType, Float32, Function, Tensor
@@ -20,7 +20,7 @@ from distsim.transforms.autodiff.loss import check_loss
 from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.kernels.attention import default_attention, set_attention
 from distsim.transforms.kernels.composites import merge_composites
-from distsim.transforms.repeated_keys import repeat_keys
+from distsim.transforms.key_heads import repeat_keys
 
 
 def forward_pass(options: ModelOptions, progress: Progress) -> Function:

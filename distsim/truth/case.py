@@ -23,7 +23,7 @@ from distsim.transforms.autodiff.loss import add_loss
 from distsim.transforms.autodiff.optimizers import optimizer_named
 from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.kernels.attention import set_attention
-from distsim.transforms.repeated_keys import repeat_keys
+from distsim.transforms.key_heads import repeat_keys
 from distsim.truth.architecture import sizes_of, with_named_sizes
 from distsim.truth.layout import global_batch, layout_of, zero_of
 from distsim.truth.machine import Cluster, cluster_of

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from distsim.console.streams import complain, say
+from distsim.console.terminal import complain, say
 from distsim.report.output import check_target, replacing
 
 PRINTED = Path("-")

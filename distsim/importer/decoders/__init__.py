@@ -1,8 +1,13 @@
 """Decoder-only transformers by name, or by the ``config.json`` of Hugging Face."""
 
-from distsim.importer.decoders.described import decoder_of, decoder_sizes, load_decoder
+from distsim.importer.decoders.described import (
+    decoder_of,
+    decoder_sizes,
+    load_decoder,
+    model_names,
+    named_sizes,
+)
 from distsim.importer.decoders.huggingface import import_from_hf, sizes_from_hf
-from distsim.importer.decoders.named import model_names, named_sizes
 
 __all__ = [
     "decoder_of",

@@ -1,40 +1,29 @@
-"""Decoders by name or by configuration, with options that override their fields."""
+"""Decoders by name or by configuration, with options that override their fields.
+
+The decoders that have a name: published models, each by the fields of its ``config.json``.
+
+Options in the text that names a model: ``name=value,...``, each value read as what it must be.
+"""
 
 from __future__ import annotations
 
 import re
+import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
 from distsim.errors import ImportModelError, PlanError
 from distsim.importer.decoders.huggingface import DEFAULT_BATCH, default_seq, sizes_from_hf
-from distsim.importer.decoders.named import named_sizes
-from distsim.importer.decoders.options import (
-    read_coefficient,
-    read_decimal,
-    read_flag,
-    read_number,
-    read_rate,
-    split_options,
-)
 from distsim.ir import Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.models.mixture import WEIGHTED
 from distsim.models.overrides import WHERE, options_of, override
 from distsim.models.routing import Loads
-from distsim.suggestions import choices_for
-
-_INPUT: dict[str, Callable[[str, str], Any]] = {
-    "batch": read_number,
-    "seq": read_number,
-    "concentration": read_decimal,
-    "capacity": read_decimal,
-    "pad": read_flag,
-    "seed": lambda key, text: read_number(key, text, 0),
-}
-"""Options that are no sizes of a model: what it is given, and the loads of its experts."""
+from distsim.suggestions import choices_for, did_you_mean
 
 _LOADS = ("concentration", "capacity", "pad", "seed")
 
@@ -147,3 +136,95 @@ def decoder_of(
         sizes, given.get("batch", DEFAULT_BATCH), seq, loads=loads, name=re.sub(r"\W+", "_", name)
     )
     return replace(function, notes=(*notes, *function.notes))
+
+
+@cache
+def _table() -> dict[str, dict[str, Any]]:
+    return tomllib.loads((files("distsim.models") / "data" / "named.toml").read_text(encoding="utf-8"))
+
+
+def model_names() -> tuple[str, ...]:
+    """Return the names of the models, family by family.
+
+    >>> model_names()[:4]
+    ('llama3-8b', 'llama3-70b', 'llama3-405b', 'llama2-7b')
+    """
+    return tuple(_table())
+
+
+def named_sizes(name: str) -> DecoderSizes:
+    """Return the sizes of a model. Raises :class:`ImportModelError` for an unknown name.
+
+    >>> named_sizes("llama3-8b").layers
+    32
+    """
+    if name not in _table():
+        raise ImportModelError(f"no model is named {name!r}{did_you_mean(name, model_names())}")
+    fields = _table()[name]
+    return sizes_from_hf(fields | dict.fromkeys(fields.get("null", ())), name)
+
+
+MAX_SIZE = 2**31
+
+
+def split_options(text: str, what: str) -> dict[str, str]:
+    """Return the options in a text; ``what`` begins the errors."""
+    found: dict[str, str] = {}
+    for item in text.split(",") if text else ():
+        key, equals, value = item.partition("=")
+        key = key.strip()
+        if not equals or not key:
+            raise ImportModelError(f"{what}: {item!r} must be name=number")
+        if found.setdefault(key, value.strip()) != value.strip():
+            raise ImportModelError(f"{what}: {item!r} after {key}={found[key]}; give {key} once")
+    return found
+
+
+def read_number(key: str, text: str, least: int = 1) -> int:
+    """Return a whole number."""
+    if not text.isascii() or not text.isdigit() or len(text) > 12 or not least <= int(text) <= MAX_SIZE:
+        raise ImportModelError(f"{key}={text} must be a whole number from {least} to {MAX_SIZE}")
+    return int(text)
+
+
+def read_decimal(key: str, text: str) -> float:
+    """Return a positive number."""
+    if not _is_decimal(text) or not 0 < float(text) <= MAX_SIZE:
+        raise ImportModelError(f"{key}={text} must be a positive decimal number of at most {MAX_SIZE}")
+    return float(text)
+
+
+def read_coefficient(key: str, text: str) -> float:
+    """Return a number of at least 0."""
+    if not _is_decimal(text) or not float(text) <= MAX_SIZE:
+        raise ImportModelError(f"{key}={text} must be a decimal number from 0 to {MAX_SIZE}")
+    return float(text)
+
+
+def read_rate(key: str, text: str) -> float:
+    """Return a number from 0 to below 1."""
+    if not _is_decimal(text) or not float(text) < 1:
+        raise ImportModelError(f"{key}={text} must be a decimal number from 0 to below 1")
+    return float(text)
+
+
+def read_flag(key: str, text: str) -> bool:
+    """Return true or false."""
+    if text not in ("true", "false"):
+        raise ImportModelError(f"{key}={text} must be true or false")
+    return text == "true"
+
+
+def _is_decimal(text: str) -> bool:
+    return len(text) <= 12 and re.fullmatch(r"[0-9]+(\.[0-9]+)?", text, re.ASCII) is not None
+
+
+_INPUT: dict[str, Callable[[str, str], Any]] = {
+    "batch": read_number,
+    "seq": read_number,
+    "concentration": read_decimal,
+    "capacity": read_decimal,
+    "pad": read_flag,
+    "seed": lambda key, text: read_number(key, text, 0),
+}
+"""Options that are no sizes of a model: what it is given, and the loads of its experts."""

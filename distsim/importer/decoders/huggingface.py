@@ -197,10 +197,6 @@ def _experts(fields: ConfigFields, number: str, width: str) -> Mixture:
     )
 
 
-def _qwen2(fields: ConfigFields) -> DecoderSizes:
-    return _with_heads(_rotary(fields), bias=True, **_qwen_windows(fields))
-
-
 def _qwen_windows(fields: ConfigFields) -> dict[str, object]:
     """Windows in the layers from ``max_window_layers`` on, if they are used at all."""
     if not fields.flag("use_sliding_window"):
@@ -210,10 +206,6 @@ def _qwen_windows(fields: ConfigFields) -> dict[str, object]:
         index >= first for index in range(fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS))
     )
     return {"window": _window(fields), "windowed": _windowed(fields, default)}
-
-
-def _qwen3(fields: ConfigFields) -> DecoderSizes:
-    return _with_heads(_qwen3_heads(fields), **_qwen_windows(fields))
 
 
 def _qwen3_heads(fields: ConfigFields) -> DecoderSizes:
@@ -344,8 +336,8 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "llama": _llama,
     "mistral": _mistral,
     "mixtral": _mixtral,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
+    "qwen2": lambda fields: _with_heads(_rotary(fields), bias=True, **_qwen_windows(fields)),
+    "qwen3": lambda fields: _with_heads(_qwen3_heads(fields), **_qwen_windows(fields)),
     "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,

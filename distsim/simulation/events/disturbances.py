@@ -67,7 +67,8 @@ def disturbed_durations(tasks: Tasks, disturbances: Disturbances | None) -> Floa
     if disturbances is not None and disturbances.slow_devices:
         durations = durations * _slowness(tasks, disturbances.slow_devices)
     if disturbances is not None and disturbances.jitter > 0:
-        _check_singly(tasks, "jitter")
+        for number in range(len(tasks.classes.members)):
+            _check_alone(tasks, number, "jitter")
         variance = math.log1p(disturbances.jitter**2)
         generator = np.random.default_rng(disturbances.seed)
         durations = durations * generator.lognormal(-variance / 2, math.sqrt(variance), len(tasks))
@@ -92,11 +93,6 @@ def _slowness(tasks: Tasks, slow: Mapping[Device, float]) -> Floats:
     classes = table[tasks.streams[tasks.stream_start[:-1]]]
     computes = np.array([operator(op.op_type).computes for op in tasks.op_table], np.bool_)[tasks.op]
     return np.where(computes, of_class[classes], 1.0)
-
-
-def _check_singly(tasks: Tasks, what: str) -> None:
-    for number in range(len(tasks.classes.members)):
-        _check_alone(tasks, number, what)
 
 
 def _check_alone(tasks: Tasks, number: int, what: str) -> None:

@@ -7,8 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from distsim.program.table import EVERY, LATEST, ONCE, Table
-from distsim.simulation.maxplus.matrices import Cells, Matrices, starts
-from distsim.simulation.maxplus.products import Wiring
+from distsim.simulation.maxplus.matrices import Cells, Matrices, Wiring, starts
 from distsim.simulation.maxplus.row_loop import CallArrays
 from distsim.simulation.tasks.templates import Floats, Ints
 

@@ -22,8 +22,16 @@ from distsim.ops import Signature
 from distsim.ops.launch import HOST
 from distsim.program.table import LATEST, ONCE, BoundBlock, Key
 from distsim.simulation.maxplus.block_links import Address, BlockLinks, address
-from distsim.simulation.maxplus.matrices import Cells, Matrices, starts
-from distsim.simulation.maxplus.products import Class, Product, Wiring, matrix_of, ordered_alike
+from distsim.simulation.maxplus.matrices import (
+    Cells,
+    Class,
+    Matrices,
+    Product,
+    Wiring,
+    matrix_of,
+    ordered_alike,
+    starts,
+)
 from distsim.simulation.tasks.block_matrix import (
     START,
     BlockTasks,

@@ -4,6 +4,8 @@ A reader of the table of calls: what each row does to the memory of its rank dep
 that it reads are read last there, and that on the order of the calls of one microbatch (:mod:`.excerpt`). So
 the changes of few rows, composed in the order of the table (:mod:`.kernel`), give exactly what
 :func:`peak_memory` gives for the step written out, whatever the number of microbatches.
+
+What one pipeline rank does in a step, as a function of its own: its rows of the table, written out.
 """
 
 from __future__ import annotations
@@ -12,11 +14,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
-from distsim.ir import Device, Op
+from distsim.ir import Device, Function, Op, Role, Value
 from distsim.program.program import Program
-from distsim.program.table import Table
+from distsim.program.table import EVERY, BoundBlock, Key, Table
 from distsim.simulation.memory.peak import MemoryUse, peak_memory, saved_by_module
-from distsim.simulation.memory.rank_function import rank_function
+from distsim.simulation.memory.rank_calls import roles_of_ranks
 from distsim.simulation.memory.table_changes import TableChanges, changes_of
 from distsim.simulation.memory.walk import KINDS, OneRank
 
@@ -47,7 +49,7 @@ def program_saved_by_module(program: Program, device: Device) -> dict[str, int]:
     are written out for it.
     """
     rank = next(n for n, mesh in enumerate(program.mesh.slices("pp")) if device in mesh.devices)
-    return saved_by_module(rank_function(program, rank), OneRank(), program.parts.held)[0]
+    return saved_by_module((_RankWriter(program, rank).written()), OneRank(), program.parts.held)[0]
 
 
 @dataclass(frozen=True, eq=False)
@@ -112,3 +114,50 @@ def _written_out(program: Program) -> tuple[MemoryUse, ...]:
     found = peak_memory(program.to_function(steady=True), program.parts.held)
     nothing = MemoryUse(0, dict.fromkeys(KINDS, 0), (), 0)
     return tuple([found.get(mesh.devices[0], nothing) for mesh in program.mesh.slices("pp")])
+
+
+class _RankWriter:
+    def __init__(self, program: Program, rank: int) -> None:
+        self.rank, self.table = rank, program.table()
+        self.roles = roles_of_ranks(program.schedule, program.inputs)[rank]
+        self.frame: dict[tuple[Value, int], Value] = {}
+        self.inputs: list[Value] = []
+        self.ops: list[Op] = []
+        self.name = f"{program.name}_rank{rank}"
+
+    def written(self) -> Function:
+        table = self.table
+        own = [self.rank in block.ranks for block in table.blocks]
+        for number, first, second in table.rows():
+            if own[number]:
+                self._row(table.blocks[number], first, second)
+        outputs = tuple([self._read(key, -1, -1) for key in table.outputs if key.rank == self.rank])
+        return Function(self.name, tuple(self.inputs), tuple(self.ops), outputs)
+
+    def _row(self, block: BoundBlock, first: int, second: int) -> None:
+        reads: list[Value] = []
+        for key in block.reads:
+            if key.rank == self.rank and key.which == EVERY:
+                reads += [self._read(key, each, each) for each in range(self.table.microbatches)]
+            elif key.rank == self.rank:
+                reads.append(self._read(key, first, second))
+        made: list[Value] = []
+        for key in block.makes:
+            if key.rank == self.rank:
+                at = key.value, self.table.microbatch_of(key, first, second)
+                value = self.frame[at] = Value(key.value.name, key.value.type)
+                made.append(value)
+        kind = block.kind if block.function is None else "Call"
+        callees = () if block.function is None else (block.function,)
+        name = self.table.name(block, first, second) if callees else ""
+        self.ops.append(Op(kind, tuple(reads), tuple(made), subfunctions=callees, name=name))
+
+    def _read(self, key: Key, first: int, second: int) -> Value:
+        """Return what is there under a key; what no row made is an input of the program."""
+        microbatch = first if key.which == EVERY else self.table.microbatch_of(key, first, second)
+        at = key.value, microbatch
+        if at not in self.frame:
+            role = self.roles.get(key.value, Role.INPUT)
+            self.frame[at] = Value(key.value.name, key.value.type, role)
+            self.inputs.append(self.frame[at])
+        return self.frame[at]

@@ -16,8 +16,7 @@ import numpy as np
 
 from distsim.cache import Cache, uncollected
 from distsim.program.parts import Parts
-from distsim.program.table import SEND, Table
-from distsim.program.table_columns import TableColumns
+from distsim.program.table import SEND, Table, TableColumns
 from distsim.simulation.memory.excerpt import Sample
 from distsim.simulation.memory.kernel import (
     Amounts,

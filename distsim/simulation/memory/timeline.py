@@ -221,14 +221,11 @@ class _Teller:
             self.ops[first],
             self.calls[first],
         ):
-            self._note(self.task, times)
+            for rank_class in self.on[self.task]:
+                start, end = times.get(rank_class, (self.start[self.task], self.end[self.task]))
+                times[rank_class] = min(start, self.start[self.task]), max(end, self.end[self.task])
             self.task += 1
         return times
-
-    def _note(self, task: int, times: Times) -> None:
-        for rank_class in self.on[task]:
-            start, end = times.get(rank_class, (self.start[task], self.end[task]))
-            times[rank_class] = min(start, self.start[task]), max(end, self.end[task])
 
     def _call(self, op: Op, frame: Frame, held: dict[Value, _Held]) -> None:
         home = frame.plan.home

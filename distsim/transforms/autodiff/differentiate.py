@@ -13,14 +13,18 @@ from distsim.ir.module_names import added_name
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
 from distsim.ops.float8 import EIGHT_BITS
-from distsim.transforms.autodiff.clipping import check_clip, gradient_factor, scaled_gradient
 from distsim.transforms.autodiff.constant_folding import FoldingMaker
-from distsim.transforms.autodiff.gradient_types import cast_gradients
+from distsim.transforms.autodiff.loss import how_to_mark, kept_outputs, mark_forward, only_needed
 from distsim.transforms.autodiff.optimizers import SGD, Optimizer
-from distsim.transforms.autodiff.outputs import how_to_mark, kept_outputs, mark_forward, only_needed
 from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.autodiff.set_precision import apply_precision, set_product_rate
-from distsim.transforms.autodiff.updates import add_updates
+from distsim.transforms.autodiff.updates import (
+    add_updates,
+    cast_gradients,
+    check_clip,
+    gradient_factor,
+    scaled_gradient,
+)
 
 Mask = tuple[bool, ...]
 
@@ -164,12 +168,8 @@ def _influenced(function: Function, sources: Sequence[Value]) -> set[Value]:
     found = set(sources)
     for op in function.ops:
         if any(value in found for value in op.inputs):
-            found.update(v for v in op.outputs if _floating(v))
+            found.update(v for v in op.outputs if (isinstance(v.type, Tensor) and v.type.dtype.is_floating))
     return found
-
-
-def _floating(value: Value) -> bool:
-    return isinstance(value.type, Tensor) and value.type.dtype.is_floating
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Gradient buckets: many small collectives over data-parallel ranks become few large ones.
 
 One message moves a bucket (:mod:`distsim.ops.coalescing`): its tensors lie side by side in one buffer, where
-backward writes them, or into which they are copied (:mod:`distsim.transforms.data_parallel.copies`). New
+backward writes them, or into which they are copied (:mod:`distsim.transforms.data_parallel.gathers`). New
 parameters are gathered by the buckets of their gradients.
 """
 
@@ -19,8 +19,7 @@ from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
 from distsim.plan.buckets import Buckets
-from distsim.transforms.data_parallel.copies import copied_in
-from distsim.transforms.data_parallel.gathers import listed
+from distsim.transforms.data_parallel.gathers import copied_in, listed
 from distsim.transforms.data_parallel.gradient_buckets import (
     REDUCTIONS,
     GradientReduction,

@@ -15,8 +15,7 @@ from distsim.ir.module_names import layer_of
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
 from distsim.plan.buckets import Buckets
-from distsim.transforms.data_parallel.copies import copied_out
-from distsim.transforms.data_parallel.gathers import chains, gathers, listed
+from distsim.transforms.data_parallel.gathers import chains, copied_out, gathers, listed
 from distsim.transforms.op_graph import Numbered, StageMap
 
 

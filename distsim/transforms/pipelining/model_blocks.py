@@ -12,7 +12,7 @@ from distsim.ir import Function, Mesh, Op, Role
 from distsim.ops import signature_of, work
 from distsim.schedule import gpipe
 from distsim.stage_balance import BlockCost, default_split, program_costs
-from distsim.transforms.autodiff.outputs import only_needed
+from distsim.transforms.autodiff.loss import only_needed
 from distsim.transforms.outlining.lift import lift_weights
 from distsim.transforms.outlining.outline import outline
 from distsim.transforms.pipelining.pipeline import Starts, cut_stages, to_cut

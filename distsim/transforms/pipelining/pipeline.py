@@ -37,15 +37,14 @@ from distsim.transforms.gradient_sums import sum_gradients
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
-from distsim.transforms.pipelining.delayed_scaling import keep_scales
 from distsim.transforms.pipelining.ends import Ends
+from distsim.transforms.pipelining.float8 import keep_scales, turn_operands
 from distsim.transforms.pipelining.post_validation import validate_later
 from distsim.transforms.pipelining.received import await_received
 from distsim.transforms.pipelining.shared_weights import copy_weights, untie
 from distsim.transforms.pipelining.sized import Sized
 from distsim.transforms.pipelining.stage_inputs import keep_received
 from distsim.transforms.pipelining.stages import assign_stages
-from distsim.transforms.pipelining.turned_operands import turn_operands
 from distsim.transforms.sharding.shard import Sharded
 from distsim.transforms.tensor_parallel.dtensors import copy_rows, gather_once
 from distsim.transforms.tensor_parallel.expert_rows import sort_rows, wait_for_rows

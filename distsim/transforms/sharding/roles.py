@@ -10,7 +10,7 @@ from distsim.ops import signature_of
 from distsim.ops.parts import Parts
 from distsim.ops.sharding_rule import Dim, labels_of
 from distsim.ops.training import LOSSES
-from distsim.transforms.autodiff.outputs import how_to_mark
+from distsim.transforms.autodiff.loss import how_to_mark
 from distsim.transforms.sharding.strategies import rule_of
 
 Mark = tuple[int, Parts]

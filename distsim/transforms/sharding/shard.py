@@ -21,7 +21,7 @@ from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.plan.buckets import Buckets
 from distsim.resizing import shared
-from distsim.transforms.autodiff.outputs import only_needed
+from distsim.transforms.autodiff.loss import only_needed
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 from distsim.transforms.sharding.axes import check_context
 from distsim.transforms.sharding.constants import as_inputs, as_values

@@ -34,7 +34,7 @@ from distsim.ir.registry import output_types
 from distsim.ir.rewrite import rewire_op
 from distsim.ops.float8 import MARKS
 from distsim.program.block import Rewrite, RewrittenOps, StageBlocks, called, rewritten_stages
-from distsim.transforms.data_parallel.copies import copied_in, copied_out
+from distsim.transforms.data_parallel.gathers import copied_in, copied_out
 from distsim.transforms.kernels.policies import Kernels
 
 _Writer = Callable[[Sequence[Op], Sequence[Value]], Iterator[tuple[Op, int]]]

@@ -23,7 +23,7 @@ from distsim.ir import Function, Op, Tensor, Value
 from distsim.ops import operator
 from distsim.ops.parts import Groups
 from distsim.program.block import RewrittenOps, StageBlocks, called, rewritten_stages
-from distsim.transforms.data_parallel.copies import copied_in, copied_out
+from distsim.transforms.data_parallel.gathers import copied_in, copied_out
 from distsim.transforms.kernels.policies import Kernels
 
 _AWAITED = Cache[Function, RewrittenOps | None]("functions that wait for rows of experts, by function", 2)

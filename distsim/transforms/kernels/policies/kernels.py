@@ -55,7 +55,7 @@ class Kernels:
     in one kernel with ops before it, such a kernel sums row by row too. ``rotary``: what a
     rotary embedding that is written out is (:mod:`distsim.transforms.kernels.rotary`), of :data:`ROTARY`.
     ``multi_tensor``: optimizers and gradient clipping launch a kernel for many tensors
-    (:mod:`distsim.transforms.kernels.multi_tensor`). ``interiors``:
+    (:mod:`distsim.transforms.kernels.fusion`). ``interiors``:
     kernels of the backward pass make again what lies inside of a kernel of the forward pass, where that is
     fewer bytes to save (:mod:`distsim.transforms.recompute.interiors`). ``loss``: which kernels a cross
     entropy is, of :data:`LOSS_KERNELS`, and ``loss_in_place``: its gradient is made where what it saved lies
@@ -76,7 +76,7 @@ class Kernels:
     :data:`ZEROED`, and ``products_add``: to such a buffer products add the gradients that they make
     (:mod:`distsim.transforms.gradient_sums`).
     ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
-    torchao's are (:mod:`distsim.transforms.pipelining.turned_operands`); Transformer Engine's casts write
+    torchao's are (:mod:`distsim.transforms.pipelining.float8`); Transformer Engine's casts write
     both ways.
     ``split``: products run in chunks beside the collectives that bring their rows together over
     tensor-parallel ranks (:mod:`distsim.transforms.tensor_parallel.split_products`), as a plan says.

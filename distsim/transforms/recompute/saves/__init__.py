@@ -1,7 +1,11 @@
 """Save or recompute: which values of the forward pass the backward pass keeps."""
 
 from distsim.transforms.recompute.saves.budget import save_within_budget
-from distsim.transforms.recompute.saves.default import save_by_region, save_for_backward
+from distsim.transforms.recompute.saves.default import (
+    checkpointed,
+    save_by_region,
+    save_for_backward,
+)
 from distsim.transforms.recompute.saves.graph import (
     EVERY_OUTPUT,
     JointGraph,
@@ -16,9 +20,6 @@ from distsim.transforms.recompute.saves.graph import (
 from distsim.transforms.recompute.saves.mincut import MinCutOptions, save_min_cut
 from distsim.transforms.recompute.saves.replay import save_replayed
 from distsim.transforms.recompute.saves.split import Needs, needs, split
-from distsim.transforms.recompute.saves.tags import (
-    checkpointed,
-)
 
 __all__ = [
     "EVERY_OUTPUT",

@@ -13,11 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import RematerializationError
-from distsim.transforms.recompute.saves.default import save_for_backward
+from distsim.transforms.recompute.saves.default import save_collectives, save_for_backward
 from distsim.transforms.recompute.saves.graph import JointGraph, JointNode, NodeKind, Saves, Tag, Trait
 from distsim.transforms.recompute.saves.mincut import MinCutOptions, cut_values, prepared
 from distsim.transforms.recompute.saves.split import FAR, needs, split
-from distsim.transforms.recompute.saves.tags import save_collectives
 
 
 def save_within_budget(graph: JointGraph, budget: float, options: MinCutOptions | None = None) -> Saves:

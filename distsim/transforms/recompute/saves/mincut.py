@@ -6,11 +6,15 @@ import heapq
 from dataclasses import dataclass, replace
 
 from distsim.errors import RematerializationError
-from distsim.transforms.recompute.saves.default import save_for_backward
+from distsim.transforms.recompute.saves.default import (
+    save_collectives,
+    save_for_backward,
+    save_region_boundaries,
+    wants_recompute,
+)
 from distsim.transforms.recompute.saves.flow import Edge, minimum_cut
 from distsim.transforms.recompute.saves.graph import JointGraph, NodeKind, NodeRole, Saves, Tag, Trait
 from distsim.transforms.recompute.saves.split import Needs, needs, split
-from distsim.transforms.recompute.saves.tags import save_collectives, save_region_boundaries, wants_recompute
 
 GROWTH = 1.1
 """How much dearer a value is per op between it and backward, up to 100 ops."""

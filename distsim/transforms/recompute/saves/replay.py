@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distsim.transforms.recompute.saves.default import save_for_backward
+from distsim.transforms.recompute.saves.default import save_collectives, save_for_backward
 from distsim.transforms.recompute.saves.graph import (
     EVERY_OUTPUT,
     JointGraph,
@@ -13,7 +13,6 @@ from distsim.transforms.recompute.saves.graph import (
     Tag,
 )
 from distsim.transforms.recompute.saves.split import needs, split
-from distsim.transforms.recompute.saves.tags import save_collectives
 
 
 def save_replayed(graph: JointGraph) -> Saves:

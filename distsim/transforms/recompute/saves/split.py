@@ -95,11 +95,6 @@ def forward_inputs(graph: JointGraph) -> tuple[int, ...]:
     return (*primals, *(i for i, node in enumerate(graph.nodes) if node.role is NodeRole.SEED))
 
 
-def backward_inputs(graph: JointGraph) -> tuple[int, ...]:
-    """Return the gradients that come in."""
-    return tuple(i for i, node in enumerate(graph.nodes) if node.role is NodeRole.TANGENT)
-
-
 def needs(graph: JointGraph) -> Needs:
     """Tell what each pass needs of the graph."""
     inputs = forward_inputs(graph)
@@ -137,7 +132,7 @@ def split(graph: JointGraph, saved: Iterable[int], lazily: bool = True) -> Saves
     ((), (2,))
     """
     kept = list(dict.fromkeys(saved))
-    tangents = backward_inputs(graph)
+    tangents = tuple(i for i, node in enumerate(graph.nodes) if node.role is NodeRole.TANGENT)
     unread = _unread(graph, kept, tangents)
     kinds = (NodeKind.TENSOR, NodeKind.OPAQUE, NodeKind.SIZE)
     final = [each for kind in kinds for each in kept if graph.nodes[each].kind is kind and each not in unread]
