@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from distsim.ir.value import NO_ATTRIBUTES, Attributes, Role, Value, setters
@@ -136,6 +136,15 @@ def all_ops(function: Function) -> Iterator[Op]:
             yield from all_ops(op.callee)
         else:
             yield op
+
+
+def readers_of(ops: Iterable[Op]) -> dict[Value, list[Op]]:
+    """Return the ops that read each value, one as often as it reads it; no entry where none does."""
+    found: dict[Value, list[Op]] = {}
+    for op in ops:
+        for value in op.inputs:
+            found.setdefault(value, []).append(op)
+    return found
 
 
 def count_ops(function: Function) -> int:

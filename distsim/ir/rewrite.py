@@ -6,10 +6,11 @@ so that what does not change is shared with the original.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from operator import is_
 
+from distsim.cache import Cache
 from distsim.errors import DistsimError, TypeRuleError
 from distsim.ir.function import Function, Op, callees
 from distsim.ir.registry import output_types
@@ -60,6 +61,25 @@ def rewrite_all(function: Function, change: Callable[[Function, Function], Funct
     for before in (*callees(function), function):
         done[before] = change(before, rewrite(before, calling))
     return done[function]
+
+
+class KeptRewrites:
+    """What functions become by one rewrite, each kept with it by a key: made once.
+
+    ``what`` says what is kept and by what key, ``size`` of how many keys for each function.
+    """
+
+    def __init__(self, what: str, size: int) -> None:
+        self._kept = Cache[Function, Function | None](what, size)
+
+    def of(self, function: Function, key: Hashable, rewritten: Callable[[], Function]) -> Function:
+        """Return what ``rewritten`` made of a function: itself where nothing changes."""
+
+        def make() -> Function | None:  # what is kept does not hold its owner
+            made = rewritten()
+            return None if made is function else made
+
+        return self._kept.get(function, key, make) or function
 
 
 def substitute(values: Iterable[Value], env: Mapping[Value, Value]) -> tuple[Value, ...]:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+from distsim.cache import Cache
 from distsim.errors import IRError
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import joined_name
@@ -100,6 +101,27 @@ def called(function: Function, rewrite: Rewrite) -> list[Op]:
         made = rewrite(op.callee) if op.is_call else None
         found.append(op if made is None else replace(op, subfunctions=(made.function,)))
     return found
+
+
+Writer = Callable[[Sequence[Op], Sequence[Value]], Iterable[tuple[Op, int]]]
+"""(ops of a function, its outputs) -> what stands in their place, each with the place of its source."""
+
+
+def kept_rewrite(what: str) -> Callable[[Writer], Rewrite]:
+    """Make of what writes the ops of a function its rewrite, callees first; ``what`` says what is kept."""
+    kept = Cache[Function, RewrittenOps | None](what, 2)
+
+    def decorate(write: Writer) -> Rewrite:
+        def made(function: Function) -> RewrittenOps | None:
+            given = called(function, rewrite)
+            return RewrittenOps.of(function, given, [*write(given, function.outputs)])
+
+        def rewrite(function: Function) -> RewrittenOps | None:
+            return kept.get(function, None, lambda: made(function))
+
+        return rewrite
+
+    return decorate
 
 
 def rewritten_block(block: Block, rewrite: Rewrite) -> Block:

@@ -56,8 +56,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from distsim.cache import Cache
 from distsim.ir import Attributes, Environment, Function, Op, Value, rewire_op, rewrite
+from distsim.ir.rewrite import KeptRewrites
 from distsim.ir.type import as_tensor
 from distsim.ops.clipping import sums_squares
 from distsim.ops.training import AVERAGE, NORM
@@ -66,9 +66,7 @@ from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels import Kernels
 
 _FACTOR, _SCALE = "GradientFactor", "ScaleGradient"
-_UNSCALED = Cache[Function, Function | None](
-    "functions whose gradients are unscaled before their norm, by function", 2
-)
+_UNSCALED = KeptRewrites("functions whose gradients are unscaled before their norm, by function", 2)
 
 
 def checks_gradients(function: Function, buckets: Buckets | None) -> Buckets | None:
@@ -113,14 +111,13 @@ def unscale_first(function: Function, kernels: Kernels) -> Function:
     """
     if not kernels.unscales_first:
         return function
-    return _UNSCALED.get(function, None, lambda: _unscaled(function)) or function
+    return _UNSCALED.of(function, None, lambda: _unscaled(function))
 
 
-def _unscaled(function: Function) -> Function | None:
-    """Return the rewritten function, or None: what is kept does not hold its key."""
+def _unscaled(function: Function) -> Function:
     factor = next((op for op in function.ops if op.op_type == _FACTOR), None)
     if factor is None or not {"clip", "loss_scale"} <= factor.attributes.keys():
-        return None
+        return function
     return rewrite(function, _Unscaling(function, factor).change)
 
 

@@ -22,6 +22,7 @@ added.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -106,10 +107,7 @@ def _dtype(value: Value) -> object:
 def _taken_inside(function: Function) -> tuple[Function, tuple[int, ...]]:
     """Return the function whose callees add the gradients that they make, and nothing else reads, to their
     sums; and the place of each of its ops before."""
-    readers: dict[Value, int] = dict.fromkeys(function.outputs, 2)
-    for op in function.ops:
-        for value in op.inputs:
-            readers[value] = readers.get(value, 0) + 1
+    readers = Counter([*function.outputs * 2, *(value for op in function.ops for value in op.inputs)])
     made = {value for op in function.ops if op.is_call for value in op.outputs}
     inside = {
         op.inputs[1]: op

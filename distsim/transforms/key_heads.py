@@ -30,8 +30,8 @@ from functools import partial
 
 import numpy as np
 
-from distsim.cache import Cache
 from distsim.ir import Environment, Function, Literal, Op, Value, callees, rewrite, rewrite_all
+from distsim.ir.rewrite import KeptRewrites
 from distsim.ir.type import Int64, Tensor, as_tensor
 from distsim.ir.value import Attributes
 from distsim.ops.attention_options import ATTENTION_FORMALS
@@ -39,7 +39,7 @@ from distsim.ops.places import places, shape_of
 from distsim.transforms.kernels.fused_attention import OpWriter
 from distsim.transforms.kernels.known import Changes, FunctionScope, rewrite_scopes
 
-_REPEATED = Cache[Function, Function | None]("functions with repeated key heads, by function and ranks", 4)
+_REPEATED = KeptRewrites("functions with repeated key heads, by function and ranks", 4)
 
 
 def repeat_key_heads(function: Function, ranks: int) -> Function:
@@ -50,13 +50,10 @@ def repeat_key_heads(function: Function, ranks: int) -> Function:
     """
     if ranks == 1:
         return function
-    return _REPEATED.get(function, ranks, lambda: _repeated(function, ranks)) or function
-
-
-def _repeated(function: Function, ranks: int) -> Function | None:
     change = partial(_change, ranks=ranks)
-    found = rewrite_all(function, lambda _, current: rewrite(current, change))
-    return None if found is function else found
+    return _REPEATED.of(
+        function, ranks, lambda: rewrite_all(function, lambda _, current: rewrite(current, change))
+    )
 
 
 def _change(op: Op, env: Environment, ranks: int) -> Iterator[Op]:
@@ -93,7 +90,7 @@ def _with_heads(type_: Tensor, count: int) -> Tensor:
     return type_.with_shape((type_.shape[0], count, *type_.shape[2:]))
 
 
-_SAVED = Cache[Function, Function | None]("functions that save keys as a ring ends, by function", 4)
+_SAVED = KeptRewrites("functions that save keys as a ring ends, by function", 4)
 
 Places = dict[Function, tuple[int, int]]
 """By callee the places of keys and values among what it returns, or is given."""
@@ -105,10 +102,10 @@ def save_last_keys(function: Function) -> Function:
     Where they are saved for something else too, as heads that backward repeats again, they are the rank's
     own, as they were. Made once per function.
     """
-    return _SAVED.get(function, None, lambda: _saving(function)) or function
+    return _SAVED.of(function, None, lambda: _saving(function))
 
 
-def _saving(function: Function) -> Function | None:
+def _saving(function: Function) -> Function:
     functions = (*callees(function), function)
     makers, readers = _linked(functions, _places(functions, "Attention"), _places(functions, "AttentionGrad"))
 
@@ -121,8 +118,7 @@ def _saving(function: Function) -> Function | None:
             changed = replace(changed, outputs=tuple([last.get(value, value) for value in changed.outputs]))
         return changed
 
-    found = rewrite_all(function, change)
-    return None if found is function else found
+    return rewrite_all(function, change)
 
 
 def _places(functions: tuple[Function, ...], op_type: str) -> Places:

@@ -244,21 +244,17 @@ class Numbered:
         marked = [bool(op.attributes.get(ONCE)) for op in self.ops]
         if not any(marked):
             return set()
-        readers: dict[int, list[int]] = {}
-        for index, read in enumerate(self.reads):
-            for value in read:
-                readers.setdefault(value, []).append(index)
         moved: set[int] = set()
         for index in sorted(self.of_weights):
             before = {self.producer[value] for value in self.reads[index]}
             moves = operator(self.ops[index].op_type).moves and not marked[index]
-            users = [user for value in self.makes[index] for user in readers.get(value, ())]
+            users = [user for value in self.makes[index] for user in self.readers.get(value, ())]
             away = stage and any(stage[user] != stage[index] for user in users if not self.steps[user])
             if moves or away or not before.isdisjoint(moved):
                 moved.add(index)
         found: set[int] = set()
         for index in sorted(self.of_weights - moved, reverse=True):
-            users = [user for value in self.makes[index] for user in readers.get(value, ())]
+            users = [user for value in self.makes[index] for user in self.readers.get(value, ())]
             if (marked[index] and not moved.issuperset(users)) or not found.isdisjoint(users):
                 found.add(index)
         for index in sorted(self.of_weights - moved - found):

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Tensor, Value
+from distsim.ir.function import readers_of
 from distsim.ops import operator
 from distsim.program.block import Block
 from distsim.transforms.kernels.policies import Kernels
@@ -65,11 +66,7 @@ def _layer_saves(pair: Pair, kernels: Kernels, again: bool) -> _LayerSaves:
     """Return what a layer saves: views count as what they show, values of weights alone as nothing, and all
     that it makes if that is made ``again``."""
     joint = joint_of(pair)
-    readers: dict[Value, list[Op]] = {}
-    for op in joint.function.ops:
-        if joint.behind(op):
-            for value in op.inputs:
-                readers.setdefault(value, []).append(op)
+    readers = readers_of(filter(joint.behind, joint.function.ops))
     made = joint.made
     fixed = set(joint.free)
     for op in joint.function.ops:

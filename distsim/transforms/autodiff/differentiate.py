@@ -9,6 +9,7 @@ import numpy as np
 
 from distsim.errors import PlanError, UnknownOperatorError
 from distsim.ir import Attributes, Function, Literal, Op, Tensor, Value, trim
+from distsim.ir.function import readers_of
 from distsim.ir.module_names import added_name
 from distsim.ir.type import as_tensor
 from distsim.ops import GradientContext, operator
@@ -314,9 +315,7 @@ class _Pass:
 
     def backward(self, function: Function, wanted: set[Value]) -> None:
         """Emit the gradients that follow from those that are there."""
-        for op in function.ops:
-            for value in dict.fromkeys(op.inputs):
-                self.readers.setdefault(value, []).append(op)
+        self.readers = readers_of(function.ops)
         for op in reversed(function.ops):
             if any(v in self.grads for v in op.outputs) and any(v in wanted for v in op.inputs):
                 self.maker.origin = added_name(op)

@@ -35,18 +35,18 @@ def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -
     Raises :class:`PlanError` for an unknown kind or name, and where there is nothing to take the loss of.
     """
     check_loss(kind)
-    output = _prediction(function)
-    if output is None:
+    typed = [(value, value.type) for value in function.outputs if isinstance(value.type, Tensor)]
+    output, type_ = next(((v, tensor) for v, tensor in typed if tensor.dtype.is_floating), (None, None))
+    if output is None or type_ is None:
         raise PlanError(f"{function.name} has no floating-point output to take a loss of")
-    type_ = output.type
     if kind == "auto" and type_.shape == ():
-        return _needed(function, output.value, kept_outputs(function, keep, output.value))
+        return _needed(function, output, kept_outputs(function, keep, output))
     if kind == "auto":
         kind = "cross_entropy" if _classifies(function) and type_.rank >= 2 else "mse"
     if type_.rank == 0 or (kind == "cross_entropy" and type_.rank < 2):
         raise PlanError(f"{function.name}: a {kind} loss needs predictions with a batch, not {type_}")
     kept = kept_outputs(function, keep)
-    function = _needed(function, output.value, kept)
+    function = _needed(function, output, kept)
     maker = FunctionMaker(function.name, function.notes)
     maker.adopt_inputs(function.inputs)
     if kind == "cross_entropy":
@@ -58,7 +58,7 @@ def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -
         op_type, count = "Loss", type_.shape[0]
     for op in function.ops:
         maker.adopt(op)
-    loss = maker.add(op_type, [output.value, target], {"N": max(count, 1)}, output_names=["loss"])
+    loss = maker.add(op_type, [output, target], {"N": max(count, 1)}, output_names=["loss"])
     maker.set_outputs([*loss, *kept])
     return maker.finalize()
 
@@ -66,18 +66,6 @@ def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -
 def _needed(function: Function, prediction: Value, kept: Sequence[Value]) -> Function:
     data = frozenset(function.inputs_with(Role.INPUT))
     return only_needed(function, (prediction, *kept), "the loss does not need it", data)
-
-
-class _Prediction:
-    def __init__(self, value: Value, type_: Tensor) -> None:
-        self.value, self.type = value, type_
-
-
-def _prediction(function: Function) -> _Prediction | None:
-    for value in function.outputs:
-        if isinstance(value.type, Tensor) and value.type.dtype.is_floating:
-            return _Prediction(value, value.type)
-    return None
 
 
 def _classifies(function: Function) -> bool:

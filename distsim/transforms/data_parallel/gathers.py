@@ -132,6 +132,11 @@ def gathers(op: Op) -> bool:
     return flat and not over_tensor(op.attributes["axis"])
 
 
+def over_tensor_ranks(op: Op, op_type: str) -> bool:
+    """Whether an op is a collective of this type, of one tensor, over tensor-parallel ranks."""
+    return op.op_type == op_type and len(op.inputs) == 1 and over_tensor(op.attributes["axis"])
+
+
 def listed(op: Op) -> Op:
     """Return an op that gathers as one that gathers into a list, of a tensor of each rank."""
     return replace(op, attributes=Attributes({**op.attributes, "listed": 1}))

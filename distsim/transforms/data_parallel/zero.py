@@ -18,6 +18,7 @@ Where one rank of a group has all of a parameter, as of an expert, its gradient 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
@@ -125,10 +126,8 @@ class _Divider:
         self.parameters = dict(chosen) if stage == 3 else {}  # that are divided, and casts of them
         self.divided = dict(self.parameters)  # and all that is divided like them: over which axis
         self.producer = {v: op for op in self.function.ops for v in op.outputs}
-        self.readers: dict[Value, int] = {}
-        for op in self.function.ops:
-            for value in () if op.op_type == "SquareSum" or sums_squares(op) else op.inputs:
-                self.readers[value] = self.readers.get(value, 0) + 1
+        reading = [op for op in self.function.ops if not (op.op_type == "SquareSum" or sums_squares(op))]
+        self.readers = Counter([value for op in reading for value in op.inputs])
         self.sums: dict[Op, Value] = {}  # first op of a gradient's sum -> the gradient
         self.sum_of: dict[Value, list[Op]] = {}
         self.skipped: set[Op] = set()

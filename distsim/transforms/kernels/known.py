@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from distsim.ir import Environment, Function, Op, Value, rewrite, trim
+from distsim.ir.function import readers_of
 from distsim.ir.type import as_tensor
 from distsim.ops import compute, operator
 from distsim.ops.operator import Array
@@ -35,10 +36,7 @@ class FunctionScope:
         self.sites: list[tuple[FunctionScope, Op]] = []
         self.makers = {value: op for op in function.ops for value in op.outputs}
         self.numbers = {op: number for number, op in enumerate(function.ops)}
-        self.readers: dict[Value, list[Op]] = {}
-        for op in function.ops:
-            for value in op.inputs:
-                self.readers.setdefault(value, []).append(op)
+        self.readers = readers_of(function.ops)
         self._places = {value: place for place, value in enumerate(function.inputs)}
         self._fixed: set[Value] = set()
         self._known: dict[Value, Array | None] = {}

@@ -27,13 +27,13 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 
-from distsim.cache import Cache
 from distsim.ir import Attributes, Environment, Function, Op, Value, rewrite, rewrite_all
 from distsim.ir.dead import needed_ops
+from distsim.ir.rewrite import KeptRewrites
 from distsim.ir.type import as_tensor
 from distsim.transforms.kernels.policies import Kernels
 
-_APART = Cache[Function, Function | None]("functions whose losses are several kernels each, by function", 2)
+_APART = KeptRewrites("functions whose losses are several kernels each, by function", 2)
 
 
 def losses_apart(function: Function, kernels: Kernels) -> Function:
@@ -46,11 +46,10 @@ def losses_apart(function: Function, kernels: Kernels) -> Function:
     if kernels.loss == "one" and not kernels.loss_in_place:
         return function
     key = kernels.loss, kernels.loss_in_place
-    return _APART.get(function, key, lambda: _rewritten(function, *key)) or function
+    return _APART.of(function, key, lambda: _rewritten(function, *key))
 
 
-def _rewritten(function: Function, loss: str, in_place: bool) -> Function | None:
-    """Return the function with its losses apart, or None: what is kept does not hold its key."""
+def _rewritten(function: Function, loss: str, in_place: bool) -> Function:
     marks = {
         **({"CrossEntropyLoss": "in_steps", "SumOfExponentials": "in_steps"} if loss == "megatron" else {}),
         **({"CrossEntropyLossGrad": "in_place"} if in_place else {}),
@@ -62,8 +61,7 @@ def _rewritten(function: Function, loss: str, in_place: bool) -> Function | None
         needed = needed_ops(made.ops, made.outputs)
         return made if len(needed) == len(made.ops) else replace(made, ops=tuple(needed))
 
-    found = rewrite_all(function, change)
-    return None if found is function else found
+    return rewrite_all(function, change)
 
 
 def _marked(op: Op, _: Environment, marks: Mapping[str, str]) -> Iterator[Op]:

@@ -24,19 +24,23 @@ that of the input.
 from __future__ import annotations
 
 import heapq
+from collections import Counter
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
+from operator import is_
 
-from distsim.cache import Cache
 from distsim.hardware.rank_axes import over_tensor
 from distsim.ir import Function, Op, Tensor, Value, rewrite_all
+from distsim.ir.function import readers_of
+from distsim.ir.rewrite import KeptRewrites
 from distsim.ops import operator, signature_of, work
 from distsim.ops.conversion import ONCE
 from distsim.ops.matmul import GROUP
 from distsim.ops.places import shape_of
 from distsim.transforms.kernels.policies import Kernels
 
-_APART = Cache[Function, Function | None]("functions with a kernel for each gradient of products", 2)
+_APART = KeptRewrites("functions with a kernel for each gradient of products", 2)
 
 
 def gradients_apart(function: Function, kernels: Kernels, beside: bool = True) -> Function:
@@ -47,27 +51,18 @@ def gradients_apart(function: Function, kernels: Kernels, beside: bool = True) -
     """
     if not kernels.gradients_apart:
         return function
-    return _APART.get(function, beside, lambda: _rewritten(function, beside)) or function
+    return _APART.of(function, beside, lambda: rewrite_all(function, partial(_apart, beside=beside)))
 
 
-def _rewritten(function: Function, beside: bool) -> Function | None:
-    """Return the function with its gradients apart, or None: what is kept does not hold its key."""
-
-    def change(_: Function, current: Function) -> Function:
-        ops = tuple(_issued(current.ops) if beside else _weights_first(current.ops))
-        same = len(ops) == len(current.ops) and all(a is b for a, b in zip(ops, current.ops, strict=True))
-        return current if same else replace(current, ops=ops)
-
-    found = rewrite_all(function, change)
-    return None if found is function else found
+def _apart(_: Function, current: Function, beside: bool) -> Function:
+    ops = tuple(_issued(current.ops) if beside else _weights_first(current.ops))
+    same = len(ops) == len(current.ops) and all(map(is_, ops, current.ops))
+    return current if same else replace(current, ops=ops)
 
 
 def _issued(ops: Sequence[Op]) -> Iterator[Op]:
     """Yield the ops, gradients of products apart: of weights after the collectives of those of inputs."""
-    readers: dict[Value, list[Op]] = {}
-    for op in ops:
-        for value in op.inputs:
-            readers.setdefault(value, []).append(op)
+    readers = readers_of(ops)
     waiting: list[tuple[Op, set[Op]]] = []  # gradients of weights, and the collectives before each
     issued: set[Op] = set()
     beside = _beside(ops, readers)
@@ -236,10 +231,7 @@ def _casts(ops: Sequence[Op], groups: Sequence[Sequence[int]]) -> Iterator[tuple
 
 def _summed(ops: Sequence[Op], outputs: Sequence[Value]) -> list[list[int]]:
     """Return the places of gradients of one operand by products of one group, and of what adds them."""
-    count: dict[Value, int] = dict.fromkeys(outputs, 1)
-    for op in ops:
-        for value in op.inputs:
-            count[value] = count.get(value, 0) + 1
+    count = Counter([*outputs, *(value for op in ops for value in op.inputs)])
     sums: dict[Value, tuple[Hashable, list[int]]] = {}
     for place, op in enumerate(ops):
         if _kind(op) == "MatMulGradA" and _multiplies_weight(op):

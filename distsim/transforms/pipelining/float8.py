@@ -29,9 +29,10 @@ from distsim.cache import Cache
 from distsim.hardware.rank_axes import EVERY
 from distsim.ir import Attributes, DType, Float8E4M3FN, Float8E5M2, Function, Mesh, Op, Value, substitute
 from distsim.ir.registry import output_types
+from distsim.ir.rewrite import KeptRewrites
 from distsim.ir.type import as_tensor
 from distsim.ops.float8 import MARKS, made_type, type_number
-from distsim.program.block import RewrittenOps, StageBlocks, called, rewritten_stages
+from distsim.program.block import RewrittenOps, StageBlocks, kept_rewrite, rewritten_stages
 from distsim.transforms.kernels.policies import Kernels
 
 
@@ -46,9 +47,7 @@ def keep_scales(stages: Sequence[StageBlocks]) -> tuple[StageBlocks, ...]:
 _KEPT_UP = Cache[Function, RewrittenOps | None](
     "functions of passes that keep up scales, by function and type", 2
 )
-_COLLECTED = Cache[Function, Function | None](
-    "functions that return largest elements, by function and type", 2
-)
+_COLLECTED = KeptRewrites("functions that return largest elements, by function and type", 2)
 
 
 def _kept_up(function: Function, to: DType) -> RewrittenOps | None:
@@ -82,10 +81,10 @@ def _ended(function: Function, to: DType) -> RewrittenOps | None:
 
 def _collected(function: Function, to: DType) -> Function:
     """Return a function that also returns the largest elements of its casts to a type."""
-    return _COLLECTED.get(function, to, lambda: _collecting(function, to)) or function
+    return _COLLECTED.of(function, to, lambda: _collecting(function, to))
 
 
-def _collecting(function: Function, to: DType) -> Function | None:
+def _collecting(function: Function, to: DType) -> Function:
     amaxes: list[Value] = []
     ops: list[Op] = []
     for op in function.ops:
@@ -103,10 +102,7 @@ def _collecting(function: Function, to: DType) -> Function | None:
                 made = replace(op, subfunctions=(inner,), outputs=(*op.outputs, *more))
                 amaxes += more
         ops.append(made)
-    return replace(function, ops=tuple(ops), outputs=(*function.outputs, *amaxes)) if amaxes else None
-
-
-_TURNED = Cache[Function, RewrittenOps | None]("functions whose operands of 8 bits are turned", 2)
+    return replace(function, ops=tuple(ops), outputs=(*function.outputs, *amaxes)) if amaxes else function
 
 
 def turn_operands(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
@@ -116,18 +112,11 @@ def turn_operands(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Stag
     do those whose casts write both ways.
     """
     turns = kernels.gradients_apart and kernels.turns
-    return rewritten_stages(stages, _turned) if turns else tuple(stages)
+    return rewritten_stages(stages, _with_turns) if turns else tuple(stages)
 
 
-def _turned(function: Function) -> RewrittenOps | None:
-    def make() -> RewrittenOps | None:
-        ops = called(function, _turned)
-        return RewrittenOps.of(function, ops, [*_with_turns(ops)])
-
-    return _TURNED.get(function, None, make)
-
-
-def _with_turns(ops: Sequence[Op]) -> Iterator[tuple[Op, int]]:
+@kept_rewrite("functions whose operands of 8 bits are turned")
+def _with_turns(ops: Sequence[Op], outputs: Sequence[Value]) -> Iterator[tuple[Op, int]]:
     turned: dict[Value, Value] = {}
     for place, op in enumerate(ops):
         if op.op_type != "Float8MatMulGradB" or not op.attributes.keys().isdisjoint(MARKS):

@@ -14,8 +14,9 @@ from collections.abc import Iterable, Sequence
 from collections.abc import Set as AbstractSet
 from functools import partial
 
-from distsim.cache import Cache
 from distsim.ir import Function, Op, Value
+from distsim.ir.function import readers_of
+from distsim.ir.rewrite import KeptRewrites
 from distsim.ops import operator, signature_of
 from distsim.transforms.kernels.fusion import kernel_groups
 from distsim.transforms.kernels.known import draws
@@ -27,9 +28,7 @@ from distsim.transforms.recompute.saves.flow import Edge, minimum_cut
 HELD = 1000
 """What a byte that is held costs in the cut, where one that only saving makes a kernel write costs 1."""
 
-_REWRITTEN = Cache[Function, Function | None](
-    "functions whose backward kernels make interiors again, by function and policy", 4
-)
+_REWRITTEN = KeptRewrites("functions whose backward kernels make interiors again, by function and policy", 4)
 
 
 def recompute_interiors(function: Function, kernels: Kernels) -> Function:
@@ -45,17 +44,15 @@ def recompute_interiors(function: Function, kernels: Kernels) -> Function:
     if not kernels.interiors or kernels.joins is None:
         return function
     joins = kernels.joins
-    return _REWRITTEN.get(function, kernels.name, lambda: _rewritten(function, kernels, joins)) or function
+    return _REWRITTEN.of(function, kernels.name, lambda: _rewritten(function, kernels, joins))
 
 
-def _rewritten(function: Function, kernels: Kernels, joins: Joins) -> Function | None:
-    """Return the function in which something is made again, or None: what is kept does not hold its key."""
+def _rewritten(function: Function, kernels: Kernels, joins: Joins) -> Function:
     change = partial(_without_interiors, kernels=kernels, joins=joins)
     calls = dict[Op, Op]()
     for pair in find_pairs(Joint.of(function)):
         calls |= changed_pair(pair, (_rewritten, kernels.name), change).calls
-    made = change(Joint.of(with_calls(function, calls))).joint.function
-    return None if made is function else made
+    return change(Joint.of(with_calls(function, calls))).joint.function
 
 
 def _without_interiors(joint: Joint, kernels: Kernels, joins: Joins) -> ChangedPair:
@@ -84,17 +81,11 @@ class _KernelCuts:
     def __init__(self, joint: Joint, joins: Joins) -> None:
         self.joint, self.joins = joint, joins
         self.makers = joint.made
-        self.ahead: dict[Value, list[Op]] = {}
-        self.behind: dict[Value, list[Op]] = {}
-        self.fixed = {*joint.function.outputs, *joint.free}
-        for op in joint.function.ops:
-            for value in op.inputs:
-                if op in joint.forward:
-                    self.ahead.setdefault(value, []).append(op)
-                elif joint.behind(op):
-                    self.behind.setdefault(value, []).append(op)
-                else:
-                    self.fixed.add(value)  # read once a step
+        ahead = [op for op in joint.function.ops if op in joint.forward]
+        behind = [op for op in joint.function.ops if op not in joint.forward and joint.behind(op)]
+        self.ahead, self.behind = readers_of(ahead), readers_of(behind)
+        once = {*joint.function.ops} - {*ahead, *behind}
+        self.fixed = {*joint.function.outputs, *joint.free, *(v for op in once for v in op.inputs)}
         self.saved = {value for value in self.makers if value in self.behind or value in self.fixed}
         self.dropped = False
 

@@ -24,25 +24,18 @@ redistributed (:mod:`distsim.compose.division` has these first).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from distsim.cache import Cache
-from distsim.hardware.rank_axes import over_tensor
-from distsim.ir import Attributes, Function, Op, Value, substitute
+from distsim.ir import Attributes, Op, Value, substitute
 from distsim.ir.registry import output_types
 from distsim.ir.rewrite import rewire_op
 from distsim.ops.float8 import MARKS
-from distsim.program.block import Rewrite, RewrittenOps, StageBlocks, called, rewritten_stages
-from distsim.transforms.data_parallel.gathers import copied_in, copied_out
+from distsim.program.block import StageBlocks, kept_rewrite, rewritten_stages
+from distsim.transforms.data_parallel.gathers import copied_in, copied_out, over_tensor_ranks
 from distsim.transforms.kernels.policies import Kernels
 
-_Writer = Callable[[Sequence[Op], Sequence[Value]], Iterator[tuple[Op, int]]]
-"""The ops of a function, and its outputs -> what stands in their place, each with the place of its source."""
-
 GATHER, SCATTER = "MPIAllgather", "MPIReduceScatter"
-_GATHERED = Cache[Function, RewrittenOps | None]("functions that gather rows once, as DTensor does", 2)
-_COPIED = Cache[Function, RewrittenOps | None]("functions that copy the rows that they gather and scatter", 2)
 
 
 def gather_once(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
@@ -50,7 +43,7 @@ def gather_once(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageB
 
     What ``kernels`` does not ask for changes nothing.
     """
-    return rewritten_stages(stages, _gathered) if kernels.dtensors else tuple(stages)
+    return rewritten_stages(stages, _gather_once) if kernels.dtensors else tuple(stages)
 
 
 def copy_rows(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
@@ -58,24 +51,7 @@ def copy_rows(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlo
 
     What ``kernels`` does not ask for changes nothing.
     """
-    return rewritten_stages(stages, _copied) if kernels.dtensors else tuple(stages)
-
-
-def _gathered(function: Function) -> RewrittenOps | None:
-    return _GATHERED.get(function, None, lambda: _rewritten(function, _gather_once, _gathered))
-
-
-def _copied(function: Function) -> RewrittenOps | None:
-    return _COPIED.get(function, None, lambda: _rewritten(function, _with_copies, _copied))
-
-
-def _rewritten(function: Function, write: _Writer, inner: Rewrite) -> RewrittenOps | None:
-    given = called(function, inner)
-    return RewrittenOps.of(function, given, [*write(given, function.outputs)])
-
-
-def _moves_rows(op: Op, op_type: str) -> bool:
-    return op.op_type == op_type and len(op.inputs) == 1 and over_tensor(op.attributes["axis"])
+    return rewritten_stages(stages, _with_copies) if kernels.dtensors else tuple(stages)
 
 
 def _casts_rows(op: Op) -> bool:
@@ -87,15 +63,16 @@ def _casts_rows(op: Op) -> bool:
     )
 
 
+@kept_rewrite("functions that gather rows once, as DTensor does")
 def _gather_once(given: Sequence[Op], outputs: Sequence[Value]) -> Iterator[tuple[Op, int]]:
     casts = {op.outputs[0]: op for op in given if _casts_rows(op)}
-    read = {value for op in given if not _moves_rows(op, GATHER) for value in op.inputs} | {*outputs}
+    read = {value for op in given if not over_tensor_ranks(op, GATHER) for value in op.inputs} | {*outputs}
     made: dict[tuple[str, Value, Attributes], Value] = {}
     instead: dict[Value, Value] = {}
     for place, op in enumerate(given):
         if op.outputs and op.outputs[0] in casts and op.outputs[0] not in read:
             continue  # each that gathers it casts after
-        if not _moves_rows(op, GATHER):
+        if not over_tensor_ranks(op, GATHER):
             yield rewire_op(op, instead), place
             continue
         cast = casts.get(op.inputs[0])
@@ -119,9 +96,10 @@ def _cast_after(gather: Op, cast: Op) -> tuple[Op, Op]:
     )
 
 
+@kept_rewrite("functions that copy the rows that they gather and scatter")
 def _with_copies(given: Sequence[Op], outputs: Sequence[Value]) -> Iterator[tuple[Op, int]]:
     for place, op in enumerate(given):
-        along = (_moves_rows(op, GATHER) or _moves_rows(op, SCATTER)) and op.attributes["dim"] > 0
+        along = (over_tensor_ranks(op, GATHER) or over_tensor_ranks(op, SCATTER)) and op.attributes["dim"] > 0
         out = op.op_type == GATHER
         steps = (op,) if not along else copied_out(op) if out else copied_in(op, op.inputs)
         yield from ((step, place) for step in steps)

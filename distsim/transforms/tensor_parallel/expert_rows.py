@@ -17,22 +17,19 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from distsim.cache import Cache
-from distsim.hardware.rank_axes import EXPERT, over_tensor
-from distsim.ir import Function, Op, Tensor, Value
+from distsim.hardware.rank_axes import EXPERT
+from distsim.ir import Op, Tensor, Value
+from distsim.ir.function import readers_of
 from distsim.ops import operator
 from distsim.ops.parts import Groups
-from distsim.program.block import RewrittenOps, StageBlocks, called, rewritten_stages
-from distsim.transforms.data_parallel.gathers import copied_in, copied_out
+from distsim.program.block import StageBlocks, kept_rewrite, rewritten_stages
+from distsim.transforms.data_parallel.gathers import copied_in, copied_out, over_tensor_ranks
 from distsim.transforms.kernels.policies import Kernels
-
-_AWAITED = Cache[Function, RewrittenOps | None]("functions that wait for rows of experts, by function", 2)
-_SORTED = Cache[Function, RewrittenOps | None]("functions that copy rows into the order of experts", 2)
 
 
 def sort_rows(stages: Sequence[StageBlocks]) -> tuple[StageBlocks, ...]:
     """Return the blocks of all stages, with the copies of experts' rows that were, or will be, sent."""
-    return rewritten_stages(stages, _sorted)
+    return rewritten_stages(stages, _with_copies)
 
 
 def wait_for_rows(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
@@ -40,17 +37,7 @@ def wait_for_rows(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Stag
 
     What ``kernels`` does not ask for changes nothing.
     """
-    return rewritten_stages(stages, _awaited) if kernels.exchanges_wait else tuple(stages)
-
-
-def _sorted(function: Function) -> RewrittenOps | None:
-    return _SORTED.get(function, None, lambda: _rewritten(function))
-
-
-def _rewritten(function: Function) -> RewrittenOps | None:
-    given = called(function, _sorted)
-    made = _with_copies(given) if _has_several_experts(given) else ((op, i) for i, op in enumerate(given))
-    return RewrittenOps.of(function, given, [*made])
+    return rewritten_stages(stages, _waiting) if kernels.exchanges_wait else tuple(stages)
 
 
 def _has_several_experts(ops: Sequence[Op]) -> bool:
@@ -65,47 +52,40 @@ def _has_several_experts(ops: Sequence[Op]) -> bool:
     return any(count.shape[0] > 1 for count in counts)
 
 
-def _with_copies(given: Sequence[Op]) -> Iterator[tuple[Op, int]]:
-    readers: dict[Value, list[Op]] = {}
-    for op in given:
-        for value in op.inputs:
-            readers.setdefault(value, []).append(op)
-    makers = {value: op for op in given for value in op.outputs}
+@kept_rewrite("functions that copy rows into the order of experts")
+def _with_copies(given: Sequence[Op], outputs: Sequence[Value]) -> Iterator[tuple[Op, int]]:
+    of_several = given if _has_several_experts(given) else ()
+    readers = readers_of(of_several)
+    makers = {value: op for op in of_several for value in op.outputs}
     arriving, leaving = set[Op](), set[Op]()
-    for op in given:
+    for op in of_several:
         if _brings(op):
             after = readers.get(op.outputs[0], [])
-            gathers = len(after) == 1 and _over_tensor(after[0], "MPIAllgather")
+            gathers = len(after) == 1 and over_tensor_ranks(after[0], "MPIAllgather")
             arriving.add(after[0] if gathers else op)
         elif _sends_back(op):
             before = makers.get(op.inputs[0])
-            scatters = before is not None and _over_tensor(before, "MPIReduceScatter")
+            scatters = before is not None and over_tensor_ranks(before, "MPIReduceScatter")
             leaving.add(before if before is not None and scatters else op)
     for place, op in enumerate(given):
         steps = copied_out(op) if op in arriving else copied_in(op, op.inputs) if op in leaving else (op,)
         yield from ((step, place) for step in steps)
 
 
-def _awaited(function: Function) -> RewrittenOps | None:
-    return _AWAITED.get(function, None, lambda: _waiting(function))
-
-
-def _waiting(function: Function) -> RewrittenOps | None:
-    given = called(function, _awaited)
-    made: list[tuple[Op, int]] = []
+@kept_rewrite("functions that wait for rows of experts, by function")
+def _waiting(given: Sequence[Op], outputs: Sequence[Value]) -> Iterator[tuple[Op, int]]:
     awaited: Value | None = None
     for place, op in enumerate(given):
         known = operator(op.op_type)
         if awaited is not None and op.inputs and known.computes and not known.view:
             if awaited not in op.inputs:
                 late = Value(op.inputs[0].name, op.inputs[0].type)
-                made.append((Op("OptimizationBarrier", (op.inputs[0], awaited), (late,)), place))
+                yield Op("OptimizationBarrier", (op.inputs[0], awaited), (late,)), place
                 op = replace(op, inputs=(late, *op.inputs[1:]))
             awaited = None
-        made.append((op, place))
+        yield op, place
         if op.op_type == "MPIAlltoall" and op.attributes["axis"] == EXPERT:
             (awaited,) = op.outputs
-    return RewrittenOps.of(function, given, made)
 
 
 def _exchanges(op: Op) -> bool:
@@ -123,7 +103,3 @@ def _brings(op: Op) -> bool:
 def _sends_back(op: Op) -> bool:
     """Whether an op exchanges them back."""
     return _exchanges(op) and isinstance(op.attributes["concat"], int)
-
-
-def _over_tensor(op: Op, op_type: str) -> bool:
-    return op.op_type == op_type and len(op.inputs) == 1 and over_tensor(op.attributes["axis"])
