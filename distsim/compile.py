@@ -82,7 +82,7 @@ _PARTS = {
     "distsim.transforms": "the search for what to save",
     "distsim.simulation.memory": "the count of memory",
     "distsim.simulation.explain": "the search for the critical path",
-    "distsim.simulation.maxplus.record": "the times of a trace",
+    "distsim.simulation.details": "the times of a trace",
     "distsim": "the engine",
 }
 """What compiled functions are of, by the packages that they lie in; the first that holds counts."""

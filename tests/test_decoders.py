@@ -18,7 +18,7 @@ from distsim.importer import import_from_hf, load_model, model_names
 from distsim.importer.decoders import decoder_sizes, named_sizes, sizes_from_hf
 from distsim.interpret import count_flops
 from distsim.ir import Function, Op, all_ops, callees
-from distsim.models.counts import count_parameters
+from distsim.models.decoder import count_parameters
 from distsim.models.decoder_sizes import DropoutRates
 from distsim.models.parts.attention import GroupedHeads
 from distsim.ops import signature_of, work

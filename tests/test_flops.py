@@ -13,7 +13,7 @@ from distsim.importer.decoders import decoder_sizes
 from distsim.interpret import SequentialExecutor, count_flops, count_model_flops
 from distsim.ir import Attributes
 from distsim.models import llama
-from distsim.models.counts import count_parameters
+from distsim.models.decoder import count_parameters
 from distsim.ops import compute
 from distsim.ops.attention_options import ATTENTIONS
 from distsim.plan import Plan

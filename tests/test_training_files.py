@@ -16,7 +16,7 @@ from distsim.importer.configs.arguments import read_indented
 from distsim.importer.configs.arithmetic import flags_of, integer_of
 from distsim.importer.configs.megatron_layout import stage_layers
 from distsim.importer.configs.shell import Script
-from distsim.models.counts import count_parameters
+from distsim.models.decoder import count_parameters
 from distsim.plan import Plan
 from distsim.transforms.autodiff.precision import precision_named
 

@@ -9,7 +9,7 @@ from distsim.commands.options.json_output import PRINTED, add_json, check_json, 
 from distsim.console.terminal import for_terminal, say
 from distsim.errors import ImportModelError
 from distsim.importer.decoders import decoder_sizes, model_names
-from distsim.models.counts import ParameterCount, count_parameters
+from distsim.models.decoder import ParameterCount, count_parameters
 from distsim.models.decoder_sizes import DecoderSizes
 from distsim.simulation.explain.text import table
 

@@ -10,6 +10,15 @@ scatters, casting on the way (``torch/distributed/fsdp/_fully_shard/_fsdp_collec
 Each reads its operands once and writes as many results; ``to`` is the element type of these, if it is
 another. Neither is an op of a model: :mod:`distsim.transforms.data_parallel.gathers` and
 :mod:`distsim.transforms.tensor_parallel.expert_rows`, for one, write them.
+
+Copies between the memory of devices and that of their hosts: ``Offload`` and ``Fetch``.
+
+``Offload`` copies its operands to the host, ``Fetch`` back, all of them one after the other, over
+``Device.host_link`` and on a stream of its own (``offload``, ``fetch``): both directions run at full speed at
+once. What is on the host (``Tensor.on_host``) takes no memory of the device, so that a value that is only
+read after a ``Fetch`` of it is free on the device once it was copied; ``Fetch`` gives the memory of the host
+back (:mod:`distsim.simulation.memory.host`), so a value is fetched once. Neither is an op of a model: saved
+activations are offloaded by :mod:`distsim.transforms.recompute.offload`.
 """
 
 from __future__ import annotations
@@ -22,7 +31,7 @@ import onnx.helper
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Tensor, from_numpy
 from distsim.ir.value import Attributes
-from distsim.ops.operator import Array, Operator, common_device, register
+from distsim.ops.operator import Array, Operator, Work, common_device, register
 from distsim.ops.places import move_work
 
 
@@ -49,3 +58,28 @@ def _register_copy(name: str) -> None:
 
 _register_copy("CopyOut")
 _register_copy("CopyIn")
+
+
+def _register_host_copy(name: str, stream: str, to_host: bool) -> None:
+    def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        if not inputs:
+            raise TypeRuleError(f"{name} takes at least one value; none given")
+        common_device(name, inputs)
+        for tensor in inputs:
+            if tensor.on_host == to_host:
+                raise TypeRuleError(f"{name}: {tensor} is {'on' if to_host else 'not on'} the host already")
+        return tuple([replace(tensor, on_host=to_host) for tensor in inputs])
+
+    register(
+        Operator(
+            name,
+            types=types,
+            compute=lambda attributes, arrays: list(arrays),
+            work=lambda signature: Work(0.0, 0.0, 0.0),
+            host_stream=stream,
+        )
+    )
+
+
+_register_host_copy("Offload", "offload", to_host=True)
+_register_host_copy("Fetch", "fetch", to_host=False)

@@ -23,7 +23,7 @@ from distsim.ir import Device, Mesh, Op, Tensor, place_of
 from distsim.ir.device import devices_of
 from distsim.ops import op_label, operator
 from distsim.ops.coalescing import moved_values
-from distsim.ops.launch import LAUNCH
+from distsim.ops.marks import LAUNCH
 from distsim.report.labels import stream_label
 from distsim.report.output import packed, replacing
 from distsim.simulation import Simulation

@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Role, Value
-from distsim.ops.launch import HOST
+from distsim.ops.marks import HOST
 from distsim.program.block import Block
 from distsim.program.parts import Stage
 from distsim.program.passes.backward_halves import stage_halves

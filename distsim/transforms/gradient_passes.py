@@ -33,7 +33,7 @@ loss in float16 has a dynamic scale, "where NaNs in grads / loss are signal to t
 have one**. Kernels of a single number, and a second question of the same one in core 0.12 (whether it is
 infinite), are not counted, nor is the norm of gradients that one rank alone has, which Megatron-LM takes too.
 
-A loss in float16 is scaled, so its gradients are (:mod:`distsim.ops.clipping`). What takes that out reads and
+A loss in float16 is scaled, so its gradients are (:mod:`distsim.ops.training`). What takes that out reads and
 writes all of them, and so does what clips them to a norm. Frameworks differ in whether these are one pass:
 
 - Megatron-LM unscales all gradients, and looks for what is not finite, by one multi-tensor kernel; then it
@@ -59,8 +59,7 @@ from dataclasses import replace
 from distsim.ir import Attributes, Environment, Function, Op, Value, rewire_op, rewrite
 from distsim.ir.rewrite import KeptRewrites
 from distsim.ir.type import as_tensor
-from distsim.ops.clipping import sums_squares
-from distsim.ops.training import AVERAGE, NORM
+from distsim.ops.training import AVERAGE, NORM, sums_squares
 from distsim.plan.buckets import Buckets
 from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels import Kernels

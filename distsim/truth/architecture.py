@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from distsim.errors import DistsimError
 from distsim.importer.decoders import model_names, named_sizes
-from distsim.models.counts import count_parameters
+from distsim.models.decoder import count_parameters
 from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, DropoutRates, Positions
 from distsim.models.mixture import Mixture
 from distsim.models.parts.attention import GroupedHeads

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from distsim.ops.launch import LAUNCH
+from distsim.ops.marks import LAUNCH
 from distsim.program.program import Program
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.report.labels import ranks_label

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from distsim.ops.launch import LAUNCH
+from distsim.ops.marks import LAUNCH
 from distsim.schedule.refusals import count
 from distsim.simulation.explain.critical_path import CriticalPath
 from distsim.simulation.explain.text import seconds_text, table

@@ -19,7 +19,7 @@ from distsim.hardware.routes import among
 from distsim.ir import NO_ATTRIBUTES, Attributes, Op, Value
 from distsim.ir.type import as_tensor
 from distsim.ops import Signature
-from distsim.ops.launch import HOST
+from distsim.ops.marks import HOST
 from distsim.program.table import LATEST, ONCE, BoundBlock, Key
 from distsim.simulation.maxplus.block_links import Address, BlockLinks, address
 from distsim.simulation.maxplus.matrices import (

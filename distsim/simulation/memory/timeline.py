@@ -10,7 +10,7 @@ import numpy as np
 
 from distsim.cost.demand import takes_turn
 from distsim.ir import Device, Function, Op, Role, Value
-from distsim.ops.launch import LAUNCH, SLOWDOWN
+from distsim.ops.marks import LAUNCH, SLOWDOWN
 from distsim.program.program import Program
 from distsim.simulation.memory.peak import whole
 from distsim.simulation.memory.plan import first_places

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from distsim.cache import cached
 from distsim.cost.cost_model import CostModel
 from distsim.ir import Function, Mesh, Op
-from distsim.ops.launch import LAUNCH
+from distsim.ops.marks import LAUNCH
 from distsim.simulation.maxplus.kernels import precede, summarize
 from distsim.simulation.tasks.lower import Lowering
 from distsim.simulation.tasks.rank_classes import Classes, ClassExchange, Group, Placement

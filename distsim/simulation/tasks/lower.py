@@ -19,7 +19,7 @@ from distsim.hardware.routes import among
 from distsim.ir import Function, Op, Value
 from distsim.ops import Signature, operator, signature_of
 from distsim.ops.coalescing import moved_values
-from distsim.ops.launch import HOST, LAUNCH, SLOWDOWN
+from distsim.ops.marks import HOST, LAUNCH, SLOWDOWN
 from distsim.simulation.tasks.grid import task_seconds
 from distsim.simulation.tasks.rank_classes import (
     Classes,

@@ -9,7 +9,7 @@ import numpy as np
 
 from distsim.ir import Op
 from distsim.ops import operator
-from distsim.ops.launch import HOST
+from distsim.ops.marks import HOST
 from distsim.simulation.tasks.streams import Stream
 from distsim.simulation.tasks.templates import Floats, tasks_of_uses
 from distsim.simulation.tasks.timeline import Piece, Timeline

@@ -28,9 +28,9 @@ from distsim.ir import Function, FunctionMaker, Op, Tensor, Type, Value
 from distsim.ir.rewrite import inline
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
-from distsim.ops.clipping import sums_squares
 from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
+from distsim.ops.training import sums_squares
 from distsim.transforms.data_parallel.gathers import outer_axis, replicating_axis, sums_over
 from distsim.transforms.data_parallel.optimizer_steps import (
     OptimizerStep,

@@ -27,11 +27,11 @@ from distsim.ir.rewrite import copy_function, inline
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops import operator, signature_of, work
-from distsim.ops.clipping import sums_squares
 from distsim.ops.kernel import KERNEL, MULTI_TENSOR, kernel_attributes
 from distsim.ops.normalization import TWICE
 from distsim.ops.places import shape_of
 from distsim.ops.softmax import CAUSAL, TRIANGLE
+from distsim.ops.training import sums_squares
 from distsim.program.block import RewrittenOps, StageBlocks, rewritten_block, rewritten_stages
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue, promotes, sums_rows
 from distsim.transforms.kernels.products import in_order, products_of_groups

@@ -19,7 +19,7 @@ from dataclasses import replace
 
 from distsim.errors import PlanError
 from distsim.ir import FunctionMaker, Value
-from distsim.ops.clipping import sums_squares
+from distsim.ops.training import sums_squares
 from distsim.transforms.op_graph import Numbered, StageMap
 from distsim.transforms.pipelining.cut_blocks import place_steps
 
