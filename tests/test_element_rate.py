@@ -12,7 +12,7 @@ from distsim.ir.kernel_rates import KernelRates
 from distsim.ops import Signature, signature_of, types
 from distsim.ops.kernel import kernel_attributes
 from distsim.ops.normalization import TWICE
-from distsim.transforms.autodiff.set_precision import cast_number
+from distsim.ops.onnx_bridge import type_number
 
 FAST = Device(0, "gpu", 1e15, 1e15, 0.0, rates=KernelRates(processors=100, clock=1e9))
 """A memory that takes next to no time, and 1e11 cycles a second."""
@@ -36,14 +36,14 @@ def test_elements_take_cycles(op, dtype, place):
 
 
 def test_only_what_widens_is_converted_one_by_one():
-    widening = seconds(FAST, "Cast", (1000, 1000), to=cast_number(Float32()))
+    widening = seconds(FAST, "Cast", (1000, 1000), to=type_number(Float32()))
     assert widening == pytest.approx(1e6 * CYCLES["Cast"][1] / 1e11)
-    narrowing = seconds(FAST, "Cast", (1000, 1000), dtype=Float32(), to=cast_number(BFloat16()))
+    narrowing = seconds(FAST, "Cast", (1000, 1000), dtype=Float32(), to=type_number(BFloat16()))
     assert narrowing < widening / 100
 
 
 def test_gradients_are_converted_as_other_tensors_are():
-    to = {"to": cast_number(Float32())}
+    to = {"to": type_number(Float32())}
     cast = seconds(FAST, "GradientCast", (1000, 1000), **to)
     assert cast == seconds(FAST, "Cast", (1000, 1000), **to)
     added = seconds(FAST, "AccumulateInto", (1000, 1000), (1000, 1000), others=[Float32(), BFloat16()])

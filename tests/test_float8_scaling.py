@@ -21,16 +21,17 @@ from distsim.ir.rewrite import flatten
 from distsim.models import mlp, moe
 from distsim.ops import Signature, compute, operator, sharding_rule, signature_of, work
 from distsim.ops.conversion import ONCE
+from distsim.ops.onnx_bridge import type_number
 from distsim.plan import Plan
 from distsim.study.choices import Choices
 from distsim.study.options import ModelOptions
 from distsim.transforms import SGD, Adam, add_loss, differentiate, precision_named
 from distsim.transforms.autodiff.precision import SCALINGS
-from distsim.transforms.autodiff.set_precision import apply_precision, cast_number
+from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.kernels import KERNELS
 from distsim.transforms.pipelining.float8 import _kept_up
 
-E4M3, E5M2 = cast_number(Float8E4M3FN()), cast_number(Float8E5M2())
+E4M3, E5M2 = type_number(Float8E4M3FN()), type_number(Float8E5M2())
 
 
 def small_moe():
@@ -72,7 +73,7 @@ def test_an_operand_takes_the_whole_range_of_its_type():
     eye = np.eye(2, dtype=np.float32)
     ones = np.ones((1, 1), np.float32)
     (unit,) = compute("Float8Cast", Attributes({"to": E4M3}), None, [eye, ones], 1)
-    to = Attributes({"to": cast_number(Float32())})
+    to = Attributes({"to": type_number(Float32())})
     (back,) = compute("Float8MatMul", to, None, [cast, unit, amax, ones], 1)
     np.testing.assert_allclose(back, x, rtol=2**-4)  # half of the last of three binary digits
 

@@ -14,12 +14,12 @@ from distsim.ir.type import Float
 from distsim.models import gpt
 from distsim.ops import Operator, register
 from distsim.ops.conversion import ONCE
+from distsim.ops.onnx_bridge import type_number
 from distsim.plan import Plan
 from distsim.resizing import Unlike, likeness_of, shared
 from distsim.simulation.memory.peak import peak_memory
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate, precision_named
-from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels.policies import KERNELS
 from distsim.transforms.sharding import shard as sharding
 from distsim.transforms.sharding.shard import shard
@@ -166,7 +166,7 @@ def test_what_is_cast_once_a_step_is_unlike_what_each_microbatch_casts():
         maker = FunctionMaker("product")
         x = maker.add_input_value("x", Tensor(BFloat16(), (batch, 3)))
         w = maker.add_input_value("w", Tensor(Float(), (3, 3)))
-        made = maker.add("Cast", [w], {"to": cast_number(BFloat16()), **marks}, output_names=["v"])
+        made = maker.add("Cast", [w], {"to": type_number(BFloat16()), **marks}, output_names=["v"])
         maker.set_outputs(maker.add("MatMul", [x, *made], output_names=["y"]))
         return maker.finalize()
 

@@ -10,7 +10,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import onnx
 
 from distsim.errors import PlanError
 from distsim.ir import DType, Float32, Function, Int64, Literal, Tensor, Value
@@ -22,6 +21,7 @@ from distsim.models.parts.feed_forward import feed_forward
 from distsim.models.parts.layer_maker import LayerMaker, PartMaker
 from distsim.models.routing import Loads, Routing, describe_loads
 from distsim.ops.attention_options import ATTENTIONS, AttentionOptions
+from distsim.ops.onnx_bridge import type_number
 
 THETA = 500_000.0
 """The base of the rotary frequencies of Llama 3 (Grattafiori et al. 2024, table 3)."""
@@ -191,7 +191,7 @@ def _rotations(top: PartMaker, size: int, theta: float) -> dict[str, Value]:
     def table(op_type: str, name: str) -> Value:
         if wide == dtype.np:
             return top(op_type, angles, name=name)
-        number = int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
+        number = type_number(dtype)
         return top("Cast", top(op_type, angles), name=name, to=number)
 
     return {"cos": table("Cos", "cos"), "sin": table("Sin", "sin")}

@@ -22,7 +22,7 @@ import numpy as np
 
 from distsim.errors import TypeRuleError
 from distsim.ir.function import Op
-from distsim.ir.type import Bool, Float32, Tensor
+from distsim.ir.type import Bool, Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.attention_options import (
     ATTENTION_FORMALS,
@@ -34,7 +34,7 @@ from distsim.ops.attention_options import (
 )
 from distsim.ops.broadcast import sum_to
 from distsim.ops.matmul import operand_shapes
-from distsim.ops.normalization import widened
+from distsim.ops.normalization import widened, wider
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -88,7 +88,7 @@ def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, 
         if not (mask.dtype.is_floating or mask.dtype == Bool()):
             raise TypeRuleError(f"Attention: attn_mask {mask} must be boolean or real; cast it first")
     device = common_device("Attention", inputs)
-    wide = query.dtype if query.dtype.itemsize >= 4 else Float32()
+    wide = wider(query.dtype)
     made = Tensor(query.dtype, sizes.output, device), Tensor(wide, sizes.output[:3], device)
     return (*made, *inputs[1:3]) if "last" in attributes else made
 

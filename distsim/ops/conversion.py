@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import onnx.helper
 
 from distsim.errors import TypeRuleError
 from distsim.ir.type import Bool, Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.onnx_bridge import static_array
+from distsim.ops.onnx_bridge import static_array, type_number
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -61,7 +60,7 @@ def _cast_gradient(ctx: GradientContext) -> Sequence[Value | None]:
     type_ = as_tensor(ctx.inputs[0].type, ctx.inputs[0].name)
     grad = ctx.grad
     if as_tensor(grad.type, "the gradient").dtype != type_.dtype:
-        grad = ctx.add("Cast", grad, to=int(onnx.helper.np_dtype_to_tensor_dtype(type_.dtype.np)))
+        grad = ctx.add("Cast", grad, to=type_number(type_.dtype))
     return by_place(_CAST_LIKE, ctx, {"input": grad})
 
 

@@ -26,11 +26,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import onnx.helper
-
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor, from_numpy
+from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes
+from distsim.ops.onnx_bridge import made_type
 from distsim.ops.operator import Array, Operator, Work, common_device, register
 from distsim.ops.places import move_work
 
@@ -44,13 +43,13 @@ def _register_copy(name: str) -> None:
             raise TypeRuleError(f"{name} copies tensors of one element type, not {[*map(str, inputs)]}")
         if "to" not in attributes:
             return inputs
-        to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
+        to = made_type(attributes)
         return tuple([replace(tensor, dtype=to) for tensor in inputs])
 
     def compute(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
         if "to" not in attributes:
             return list(arrays)
-        to = onnx.helper.tensor_dtype_to_np_dtype(attributes["to"])
+        to = made_type(attributes).np
         return [array.astype(to, copy=False) for array in arrays]
 
     register(Operator(name, types=types, compute=compute, work=move_work))

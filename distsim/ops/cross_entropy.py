@@ -19,13 +19,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-import onnx.helper
 
 from distsim.errors import TypeRuleError
 from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.type import DType, Float32, Tensor, as_tensor
+from distsim.ir.type import Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
+from distsim.ops.normalization import widened, wider
+from distsim.ops.onnx_bridge import type_number
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -53,20 +54,11 @@ def _check_labels(op_type: str, inputs: Sequence[Tensor]) -> None:
         )
 
 
-def _wide(logits: Tensor) -> DType:
-    """Return the type of a log-sum-exp of logits."""
-    return logits.dtype if logits.dtype.itemsize >= 4 else Float32()
-
-
 def _types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     _check_labels("CrossEntropyLoss", inputs)
     (logits, labels), device = inputs, common_device("CrossEntropyLoss", inputs)
-    made = Tensor(logits.dtype, (), device), Tensor(_wide(logits), labels.shape, device)
+    made = Tensor(logits.dtype, (), device), Tensor(wider(logits.dtype), labels.shape, device)
     return made[: attributes.get("outputs", 1)]
-
-
-def _widened(logits: Array) -> Array:
-    return logits.astype(np.float32) if logits.dtype.itemsize < 4 else logits
 
 
 def _log_sum_exp(logits: Array) -> Array:
@@ -85,7 +77,7 @@ def _at_labels(logits: Array, labels: Array) -> Array:
 
 def _loss(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     logits, labels = arrays
-    wide = _widened(logits)
+    wide = widened(logits)
     lse = _log_sum_exp(wide)
     total = (lse - _at_labels(wide, labels)).sum() / attributes["N"]
     return [np.asarray(total, logits.dtype), lse][: attributes.get("outputs", 1)]
@@ -109,7 +101,7 @@ def _grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Ten
 
 
 def _grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    logits, labels = _widened(arrays[0]), arrays[1]
+    logits, labels = widened(arrays[0]), arrays[1]
     saved: int = attributes.get("lse", 0)
     lse = arrays[2] if saved else _log_sum_exp(logits)
     grad = _with_others(np.exp(logits - lse[..., None]))
@@ -130,7 +122,7 @@ def _steps_work(signature: Signature, steps: int) -> Work:
     if not signature.attributes.get("in_steps", 0):
         return plain
     logits = signature.inputs[0]
-    wide = float(logits.size * _wide(logits).itemsize)
+    wide = float(logits.size * wider(logits.dtype).itemsize)
     return Work(plain.flops, plain.bytes_read + (steps - 1) * wide, plain.bytes_written + 3 * wide)
 
 
@@ -139,7 +131,7 @@ def _steps_work(signature: Signature, steps: int) -> Work:
 
 def _reduced(inputs: Sequence[Tensor]) -> Sequence[int]:
     logits, labels = inputs
-    return (labels.size * _wide(logits).itemsize,) * 3
+    return (labels.size * wider(logits.dtype).itemsize,) * 3
 
 
 def _decomposed_loss(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis: str) -> Sequence[Value]:
@@ -154,11 +146,11 @@ def _decomposed_loss(maker: FunctionMaker, op: Op, inputs: Sequence[Value], axis
     total = add("MPIAllreduce", add("SumOfExponentials", logits, largest), axis=axis)
     at_label = add("MPIAllreduce", add("LogitOfLabel", logits, own), axis=axis)
     lse = add("Add", largest, add("Log", total), called=f"{name}_lse")
-    narrow = _wide(logits_type) != logits_type.dtype
+    narrow = wider(logits_type.dtype) != logits_type.dtype
     options, called = {"N": op.attributes["N"]}, f"{name}.wide" if narrow else name
     loss = maker.add("LossOfPositions", [lse, at_label], options, (), [called], None, op.name)
     if narrow:
-        to = onnx.helper.np_dtype_to_tensor_dtype(logits_type.dtype.np)
+        to = type_number(logits_type.dtype)
         loss = maker.add("Cast", loss, {"to": to}, (), [name])
     return (*loss, lse)[: len(op.outputs)]
 
@@ -197,22 +189,22 @@ def _of_positions(op_type: str, count: int) -> TypesRule:
     def types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         arity(op_type, inputs, count)
         logits = inputs[0]
-        return (Tensor(_wide(logits), logits.shape[:-1], common_device(op_type, inputs)),)
+        return (Tensor(wider(logits.dtype), logits.shape[:-1], common_device(op_type, inputs)),)
 
     return types
 
 
 def _largest(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    return [_widened(arrays[0]).max(axis=-1)]
+    return [widened(arrays[0]).max(axis=-1)]
 
 
 def _exponentials(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    return [np.exp(_widened(arrays[0]) - arrays[1][..., None]).sum(axis=-1)]
+    return [np.exp(widened(arrays[0]) - arrays[1][..., None]).sum(axis=-1)]
 
 
 def _of_label(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     logits, labels = arrays
-    return [_at_labels(_with_others(_widened(logits)), labels)]
+    return [_at_labels(_with_others(widened(logits)), labels)]
 
 
 def _of_label_work(signature: Signature) -> Work:

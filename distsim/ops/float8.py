@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import onnx.helper
 
 from distsim.errors import TypeRuleError
 from distsim.hardware.rank_axes import over_tensor
@@ -28,6 +27,7 @@ from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import DType, Float8E4M3FN, Float8E5M2, Float32, Tensor, as_tensor, from_numpy
 from distsim.ir.value import Attributes, Value
 from distsim.ops.matmul import GROUP, grad_a, grad_b, matmul_labels, matmul_shape
+from distsim.ops.onnx_bridge import made_type, type_number
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -54,16 +54,6 @@ MARKS = ("delayed", "both")
 
 TWO_BYTES = 2
 """Of a number that is cast to 8 bits."""
-
-
-def type_number(dtype: DType) -> int:
-    """Return ONNX's number of an element type."""
-    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
-
-
-def made_type(attributes: Attributes) -> DType:
-    """Return the type that an op makes, its attribute ``to``."""
-    return from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
 
 
 # Float8Amax(x; whole): of each part along the first dimension the largest magnitude, in float32; with

@@ -13,8 +13,9 @@ from dataclasses import replace
 
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.float8 import cast_gradient, check_operands, made_type, wide
+from distsim.ops.float8 import cast_gradient, check_operands, wide
 from distsim.ops.grouped import grouped_rule
+from distsim.ops.onnx_bridge import made_type
 from distsim.ops.operator import Array, GradientContext, Operator, operator, register
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from distsim.errors import TypeRuleError
-from distsim.ir.type import Tensor
+from distsim.ir.type import DType, Float32, Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.bounds import broadcast_bounds
 from distsim.ops.broadcast import aligned, sum_to, whole_where_static
@@ -38,6 +38,11 @@ Axes = tuple[int, ...]
 
 TWICE = "twice"
 """The attribute of a gradient whose operands two kernels read: that of the input, that of scale and bias."""
+
+
+def wider(dtype: DType) -> DType:
+    """Return the type in which statistics of numbers of a type are taken: float32 at least."""
+    return dtype if dtype.itemsize >= 4 else Float32()
 
 
 def widened(x: Array) -> Array:

@@ -251,8 +251,18 @@ def _onnx_attributes(schema: Any, attributes: dict[str, Any]) -> dict[str, Any]:
     return made
 
 
+def type_number(dtype: DType) -> int:
+    """Return ONNX's number of an element type."""
+    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
+
+
+def made_type(attributes: Attributes) -> DType:
+    """Return the type that an op makes, its attribute ``to``."""
+    return from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
+
+
 def _type_proto(dtype: DType, shape: Sequence[int]) -> Any:
-    return onnx.helper.make_tensor_type_proto(onnx.helper.np_dtype_to_tensor_dtype(dtype.np), shape)
+    return onnx.helper.make_tensor_type_proto(type_number(dtype), shape)
 
 
 def _check_constraints(schema: Any, node: Any, dtypes: dict[str, DType]) -> None:

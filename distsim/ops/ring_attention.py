@@ -24,13 +24,13 @@ from distsim.errors import TypeRuleError
 from distsim.ir.device import Mesh
 from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.type import Float32, Int64, Tensor, as_tensor
+from distsim.ir.type import Int64, Tensor, as_tensor
 from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.attention import attend, attend_backward, attention_work, joined_shape, sizes_of
 from distsim.ops.attention_options import OPTION_NAMES, AttentionOptions, pairs_seen, seen
 from distsim.ops.coalescing import alike, coalesced
 from distsim.ops.communication import mesh_and_ranks
-from distsim.ops.normalization import widened
+from distsim.ops.normalization import widened, wider
 from distsim.ops.operator import (
     Array,
     Communication,
@@ -103,7 +103,7 @@ def _part_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Ten
     sizes = sizes_of(_PART, attributes, inputs)
     _check_places("AttentionPart", inputs)
     device = common_device("AttentionPart", inputs)
-    wide = inputs[0].dtype if inputs[0].dtype.itemsize >= 4 else Float32()
+    wide = wider(inputs[0].dtype)
     return Tensor(inputs[0].dtype, sizes.output, device), Tensor(wide, sizes.output[:3], device)
 
 

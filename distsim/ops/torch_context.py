@@ -20,21 +20,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import onnx.helper
-
 from distsim.errors import TypeRuleError
 from distsim.ir.function import Op
 from distsim.ir.maker import FunctionMaker
-from distsim.ir.type import DType, Float32, Tensor, as_tensor
+from distsim.ir.type import DType, Tensor, as_tensor
 from distsim.ir.value import Attributes, Value
-from distsim.ops.normalization import widened
+from distsim.ops.normalization import widened, wider
+from distsim.ops.onnx_bridge import type_number
 from distsim.ops.operator import Array, Operator, arity, memory_bound, register
 from distsim.ops.ring_attention import Ring, merged
 from distsim.ops.sharding_rule import Build
-
-
-def _wide(dtype: DType) -> DType:
-    return dtype if dtype.itemsize >= 4 else Float32()
 
 
 def _merge_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -43,7 +38,7 @@ def _merge_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Te
     if y.shape != other.shape or lse != other_lse or lse.shape != y.shape[:3]:
         given = ", ".join(map(str, inputs))
         raise TypeRuleError(f"WideMergeAttention joins two pairs of Y and lse, not {given}")
-    return replace(y, dtype=other.dtype if "narrow" in attributes else _wide(y.dtype)), lse
+    return replace(y, dtype=other.dtype if "narrow" in attributes else wider(y.dtype)), lse
 
 
 def _merge(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -96,7 +91,7 @@ class _Passing:
 def _cast(ring: Ring, value: Value, dtype: DType) -> Value:
     if as_tensor(value.type, value.name).dtype == dtype:
         return value
-    return ring.maker.add("Cast", (value,), {"to": int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))})[0]
+    return ring.maker.add("Cast", (value,), {"to": type_number(dtype)})[0]
 
 
 def _sums(ring: Ring, so_far: Sequence[Value], parts: Sequence[Value], dtype: DType) -> list[Value]:
@@ -140,8 +135,8 @@ def attend_backward_by(rotate: str) -> Build:
                 keys.step_on(step)
             operands = (query, *keys.current, own, ring.places(step), *inputs[3:])
             grad, *grads = ring.attend("AttentionPartGrad", operands, True, step)
-            behind = list(ring.shift(_sums(ring, behind, grads, _wide(dtype))))
-            of_query = _sums(ring, of_query, [grad], _wide(dtype))
+            behind = list(ring.shift(_sums(ring, behind, grads, wider(dtype))))
+            of_query = _sums(ring, of_query, [grad], wider(dtype))
         return [_cast(ring, value, dtype) for value in (*of_query, *behind)]
 
     return build

@@ -27,13 +27,13 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-import onnx.helper
 
 from distsim.errors import TypeRuleError
 from distsim.ir import Op
-from distsim.ir.type import Float32, Tensor, dtype_named, from_numpy
+from distsim.ir.type import Tensor, dtype_named
 from distsim.ir.value import Attributes, Value
-from distsim.ops.normalization import widened
+from distsim.ops.normalization import widened, wider
+from distsim.ops.onnx_bridge import made_type
 from distsim.ops.operator import (
     Array,
     GradientContext,
@@ -156,12 +156,12 @@ register(
 
 def _gradient_cast_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("a cast of a gradient", inputs, 1)
-    to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
+    to = made_type(attributes)
     return (replace(inputs[0], dtype=to),)
 
 
 def _gradient_cast(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    return [arrays[0].astype(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]), copy=False)]
+    return [arrays[0].astype(made_type(attributes).np, copy=False)]
 
 
 register(
@@ -289,12 +289,6 @@ LOSSES = ("CrossEntropyLoss", "CrossEntropyLossGrad", "Loss", "LossGrad")
 """Operators whose first two inputs carry the batch in dimension 0 and whose ``N`` counts the global batch."""
 
 
-def _wide(tensor: Tensor) -> Tensor:
-    """Return the scalar type in which numbers of a tensor are summed: float32, or more if they have more."""
-    dtype = tensor.dtype if tensor.dtype.itemsize > 4 else Float32()
-    return Tensor(dtype, (), tensor.device)
-
-
 def sums_squares(op: Op) -> bool:
     """Whether a Call does nothing but sum the squares of what it is given, or a share of them."""
     if not op.is_call:
@@ -305,7 +299,7 @@ def sums_squares(op: Op) -> bool:
 
 def _square_sum_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     arity("SquareSum", inputs, 1)
-    return (_wide(inputs[0]),)
+    return (Tensor(wider(inputs[0].dtype), (), inputs[0].device),)
 
 
 def _square_sum(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
@@ -359,7 +353,7 @@ def _scale_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Te
     arity("ScaleGradient", inputs, 1 if known else 2)
     if not known and inputs[1].shape:
         raise TypeRuleError(f"ScaleGradient: the factor must be a scalar, not {inputs[1]}")
-    to = from_numpy(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]))
+    to = made_type(attributes)
     return (Tensor(to, inputs[0].shape, common_device("ScaleGradient", inputs)),)
 
 
@@ -367,7 +361,7 @@ def _scale(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
     grad = arrays[0]
     factor = attributes["factor"] if "factor" in attributes else arrays[1]
     made = widened(grad) * factor if factor != 0 else np.zeros(grad.shape)
-    return [made.astype(onnx.helper.tensor_dtype_to_np_dtype(attributes["to"]), copy=False)]
+    return [made.astype(made_type(attributes).np, copy=False)]
 
 
 def _scale_sharding(signature: Signature) -> ShardingRule:

@@ -59,9 +59,9 @@ from dataclasses import replace
 from distsim.ir import Attributes, Environment, Function, Op, Value, rewire_op, rewrite
 from distsim.ir.rewrite import KeptRewrites
 from distsim.ir.type import as_tensor
+from distsim.ops.onnx_bridge import type_number
 from distsim.ops.training import AVERAGE, NORM, sums_squares
 from distsim.plan.buckets import Buckets
-from distsim.transforms.autodiff.set_precision import cast_number
 from distsim.transforms.kernels import Kernels
 
 _FACTOR, _SCALE = "GradientFactor", "ScaleGradient"
@@ -146,7 +146,7 @@ class _Unscaling:
             if value not in self.unscaled:
                 type_ = as_tensor(value.type, value.name)
                 made = self.unscaled[value] = Value(value.name, type_)
-                given = Attributes({"to": cast_number(type_.dtype), "factor": self.by})
+                given = Attributes({"to": type_number(type_.dtype), "factor": self.by})
                 yield Op(_SCALE, (env.get(value, value),), (made,), given)
         if op is self.factor:
             left = {name: number for name, number in op.attributes.items() if name != "loss_scale"}

@@ -6,8 +6,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-import onnx.helper
-
 from distsim.ir import (
     NO_ATTRIBUTES,
     Attributes,
@@ -33,6 +31,7 @@ from distsim.ir.type import dtype_named
 from distsim.ops import signature_of, work
 from distsim.ops.conversion import ONCE
 from distsim.ops.matmul import GROUP
+from distsim.ops.onnx_bridge import type_number
 from distsim.ops.places import picked, shape_of
 from distsim.transforms.autodiff.precision import LINEAR_OPS, LOSSES, SCALINGS, Precision
 
@@ -103,11 +102,6 @@ def set_product_rate(function: Function, rate: str) -> Function:
     return rewrite_all(function, lambda _, current: rewrite(current, change))
 
 
-def cast_number(dtype: DType) -> int:
-    """Return ONNX's number of an element type, the ``to`` of a Cast."""
-    return int(onnx.helper.np_dtype_to_tensor_dtype(dtype.np))
-
-
 def _converted(op: Op, source: DType, dtype: DType) -> Attributes:
     """Return the attributes of an op with constants and casts of one type turned to another."""
 
@@ -118,8 +112,8 @@ def _converted(op: Op, source: DType, dtype: DType) -> Attributes:
     if source == dtype:
         return op.attributes
     attributes = {key: attribute(value) for key, value in op.attributes.items()}
-    if op.op_type in _CASTS and attributes.get("to") == cast_number(source):
-        attributes["to"] = cast_number(dtype)
+    if op.op_type in _CASTS and attributes.get("to") == type_number(source):
+        attributes["to"] = type_number(dtype)
     return Attributes(attributes)
 
 
@@ -262,7 +256,7 @@ class _FunctionCaster:
             if op.attributes.get(name, 0):
                 value = self.maker.add("Transpose", [value], {"perm": (1, 0)})[0]
             factors.append(self._narrow(value, once))
-        options = {"to": cast_number(self.precision.compute), **self._marks, **picked(op.attributes, GROUP)}
+        options = {"to": type_number(self.precision.compute), **self._marks, **picked(op.attributes, GROUP)}
         names = [value.name for value in op.outputs]
         operands = [each[0] for each in factors]
         amaxes = [amax for each in factors for amax in each[1:]]
@@ -290,7 +284,7 @@ class _FunctionCaster:
             if self.scaling == "tensorwise":
                 whole = {"whole": 1} if once else {}
                 amaxes = [*self.maker.add("Float8Amax", [value], {**whole, **once})]
-            to = {"to": cast_number(self.precision.linear or self.precision.compute)}
+            to = {"to": type_number(self.precision.linear or self.precision.compute)}
             (made,) = self.maker.add("Float8Cast", [value, *amaxes], {**to, **self._marks, **once})
             self.narrow[value] = (made, *amaxes)
         return self.narrow[value]
@@ -320,7 +314,7 @@ class _FunctionCaster:
                 literal = Literal(number.array.astype(dtype.np)) if isinstance(number, Literal) else number
                 found = self.maker.add("Constant", (), {**op.attributes, "value": literal})[0]
             else:
-                options = {"to": cast_number(dtype), **marks}
+                options = {"to": type_number(dtype), **marks}
                 name = f"{value.name}.{dtype.short}"
                 found = self.maker.add("Cast", [value], options, output_names=[name])[0]
             self.casts[value, dtype] = found

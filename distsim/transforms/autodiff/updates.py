@@ -13,9 +13,9 @@ from dataclasses import dataclass, replace
 from distsim.errors import PlanError
 from distsim.ir import DType, Function, FunctionMaker, Op, Role, Type, Value
 from distsim.ir.type import as_tensor
+from distsim.ops.onnx_bridge import type_number
 from distsim.transforms.autodiff.optimizers import Optimizer
 from distsim.transforms.autodiff.precision import Precision
-from distsim.transforms.autodiff.set_precision import cast_number
 
 Pairs = Sequence[tuple[Value, Value]]
 """(parameter, gradient) in the order of the parameters."""
@@ -62,7 +62,7 @@ def cast_gradients(maker: FunctionMaker, pairs: Pairs, precision: Precision) -> 
 def _cast(maker: FunctionMaker, op_type: str, weight: Value, grad: Value, dtype: DType) -> Value:
     if as_tensor(grad.type, grad.name).dtype == dtype:
         return grad
-    return maker.add(op_type, [grad], {"to": cast_number(dtype)}, output_names=[f"d{weight.name}"])[0]
+    return maker.add(op_type, [grad], {"to": type_number(dtype)}, output_names=[f"d{weight.name}"])[0]
 
 
 def add_updates(
@@ -215,7 +215,7 @@ def scaled_gradient(maker: FunctionMaker, grad: Value, factor: Value | None, nam
     """Return a gradient times the factor, of the same type; itself if there is none."""
     if factor is None:
         return grad
-    to = {"to": cast_number(as_tensor(grad.type, grad.name).dtype)}
+    to = {"to": type_number(as_tensor(grad.type, grad.name).dtype)}
     return maker.add("ScaleGradient", [grad, factor], to, output_names=[name])[0]
 
 

@@ -20,13 +20,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-import onnx.helper
-
 from distsim.hardware.rank_axes import OUTER, joined_axes, over_tensor
 from distsim.ir import Attributes, Function, Mesh, Op, Value, needed_ops
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.conversion import ONCE
+from distsim.ops.onnx_bridge import type_number
 from distsim.ops.places import shape_of
 from distsim.transforms.data_parallel.gradient_buckets import grouped
 from distsim.transforms.op_graph import is_sum, numbered
@@ -174,7 +173,7 @@ def copied_in(reduction: Op, sources: Sequence[Value], awaited: Value | None = N
         for place in places:
             buffer[place] = Value(buffer[place].name, buffer[place].type)
         casts = as_tensor(read[0].type, "gradient").dtype != to
-        attributes = {"to": int(onnx.helper.np_dtype_to_tensor_dtype(to.np))} if casts else {}
+        attributes = {"to": type_number(to)} if casts else {}
         copies = tuple([buffer[place] for place in places])
         ops.append(Op("CopyIn", tuple(read), copies, Attributes(attributes)))
     return [*ops, replace(reduction, inputs=tuple(buffer))]

@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from itertools import permutations, product
 
 import numpy as np
-import onnx.helper
 
 from distsim.cache import cached
 from distsim.ir import Float32, Float64, Op, Tensor, Value, substitute
 from distsim.ir.type import as_tensor
 from distsim.ir.value import Attributes
 from distsim.ops import compute
-from distsim.ops.onnx_bridge import static_array
+from distsim.ops.onnx_bridge import static_array, type_number
 from distsim.ops.operator import Array
 from distsim.ops.places import shape_of
 
@@ -88,8 +87,7 @@ def in_float32(ops: Sequence[Op]) -> list[Op]:
 
 
 def _cast(value: Value, to: Value) -> Op:
-    number = onnx.helper.np_dtype_to_tensor_dtype(as_tensor(to.type, to.name).dtype.np)
-    return Op("Cast", (value,), (to,), Attributes({"to": int(number)}))
+    return Op("Cast", (value,), (to,), Attributes({"to": type_number(as_tensor(to.type, to.name).dtype)}))
 
 
 def _is_part(op: Op) -> bool:

@@ -31,7 +31,8 @@ from distsim.ir import Attributes, DType, Float8E4M3FN, Float8E5M2, Function, Me
 from distsim.ir.registry import output_types
 from distsim.ir.rewrite import KeptRewrites
 from distsim.ir.type import as_tensor
-from distsim.ops.float8 import MARKS, made_type, type_number
+from distsim.ops.float8 import MARKS
+from distsim.ops.onnx_bridge import made_type, type_number
 from distsim.program.block import RewrittenOps, StageBlocks, kept_rewrite, rewritten_stages
 from distsim.transforms.kernels.policies import Kernels
 
