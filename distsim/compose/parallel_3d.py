@@ -11,6 +11,7 @@ from distsim.hardware.rank_axes import RankAxes
 from distsim.ir import Device, Function, Op, Value, rewire_op, substitute
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
+from distsim.models.sizes import check_sizes
 from distsim.plan import Plan
 from distsim.program.write_out import WrittenOut
 from distsim.schedule import Schedule, one_f_one_b
@@ -62,9 +63,7 @@ def parallel_transform_3d(
     from distsim.compose import build_program  # not before it is called: notebooks import both
 
     degrees = {"dp_degree": dp_degree, "hp_degree": hp_degree, "pp_degree": pp_degree}
-    for name, degree in {**degrees, "num_microbatches": num_microbatches}.items():
-        if type(degree) is not int or degree < 1:
-            raise PlanError(f"{name}={degree!r} must be a whole number of at least 1")
+    check_sizes(**degrees, num_microbatches=num_microbatches)
     for device in devices:
         if not isinstance(device, Device):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise PlanError(f"{device!r} is not a Device; give devices of a Topology")

@@ -73,15 +73,16 @@ def mesh_and_ranks(op_type: str, attributes: Attributes, inputs: tuple[Tensor, .
     return tensor, tensor.device.axis_size(attributes["axis"])
 
 
-def _dim(op_type: str, tensor: Tensor, attributes: Attributes, name: str) -> int:
-    _required(op_type, attributes, name)
-    dim = attributes[name]
+def _dim(op_type: str, tensor: Tensor, attributes: Attributes) -> int:
+    _required(op_type, attributes, "dim")
+    dim = attributes["dim"]
     if not isinstance(dim, int) or not 0 <= dim < tensor.rank:
-        raise TypeRuleError(f"{op_type}: {name}={dim} is not a dimension of {tensor}")
+        raise TypeRuleError(f"{op_type}: dim={dim} is not a dimension of {tensor}")
     return dim
 
 
-def _resized(tensor: Tensor, dim: int, size: int) -> tuple[Tensor, ...]:
+def resized(tensor: Tensor, dim: int, size: int) -> tuple[Tensor, ...]:
+    """Return the one output of an op that makes this dimension of its input this long."""
     return (tensor.with_shape((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])),)
 
 
@@ -94,8 +95,8 @@ def _allreduce_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tupl
 
 def _allgather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     tensor, count = mesh_and_ranks("MPIAllgather", attributes, inputs)
-    dim = _dim("MPIAllgather", tensor, attributes, "dim")
-    return _resized(tensor, dim, joined_size(tensor, dim, count, attributes.get("pieces")))
+    dim = _dim("MPIAllgather", tensor, attributes)
+    return resized(tensor, dim, joined_size(tensor, dim, count, attributes.get("pieces")))
 
 
 def _allgather_into_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
@@ -114,8 +115,8 @@ def _local_part_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tup
 def _slice_types(op_type: str) -> TypesRule:
     def rule(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         tensor, count = mesh_and_ranks(op_type, attributes, inputs)
-        dim = _dim(op_type, tensor, attributes, "dim")
-        return _resized(tensor, dim, divided_size(op_type, tensor, dim, count, attributes.get("pieces")))
+        dim = _dim(op_type, tensor, attributes)
+        return resized(tensor, dim, divided_size(op_type, tensor, dim, count, attributes.get("pieces")))
 
     return rule
 
@@ -134,11 +135,11 @@ def _alltoall_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple
     if {math.prod([ranks for _, ranks, _ in each]) for each in (split, concat)} != {count}:
         raise TypeRuleError(f"MPIAlltoall: {count} ranks neither split {split} nor join {concat}")
     for dim, ranks, pieces in split:
-        (tensor,) = _resized(tensor, dim, divided_size("MPIAlltoall", tensor, dim, ranks, pieces))
+        (tensor,) = resized(tensor, dim, divided_size("MPIAlltoall", tensor, dim, ranks, pieces))
     for dim, ranks, pieces in reversed(concat):
         if not 0 <= dim < tensor.rank:
             raise TypeRuleError(f"MPIAlltoall: there is no dimension {dim} in {tensor}")
-        (tensor,) = _resized(tensor, dim, joined_size(tensor, dim, ranks, pieces))
+        (tensor,) = resized(tensor, dim, joined_size(tensor, dim, ranks, pieces))
     return (tensor,)
 
 
@@ -244,7 +245,7 @@ def _scatter_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[
                 raise TypeRuleError(f"MPIScatter: {tensor} is divided flat as a tensor of shape {pieces}")
             tensor = tensor.with_shape((flat_part(tensor.size, count),))
         else:
-            (tensor,) = _resized(tensor, dim, divided_size("MPIScatter", tensor, dim, count, pieces))
+            (tensor,) = resized(tensor, dim, divided_size("MPIScatter", tensor, dim, count, pieces))
     return (tensor.on(target),)
 
 
@@ -259,7 +260,7 @@ def _gather_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[T
             tensor = tensor.with_shape(pieces)
         else:
             count = int(inputs[0].device.axis_size(axis))  # pyright: ignore
-            (tensor,) = _resized(tensor, dim, joined_size(tensor, dim, count, pieces))
+            (tensor,) = resized(tensor, dim, joined_size(tensor, dim, count, pieces))
     return (tensor.on(target),)
 
 

@@ -127,11 +127,11 @@ def _channel_labels(group: int, weight: tuple[int, ...]) -> tuple[Dim, tuple[Dim
     return None, (None, None), None
 
 
-def _fewer_groups(whole: int, output: int, dim: int) -> Localize:
+def _fewer_groups(whole: int, dim: int) -> Localize:
     """Return the ``localize`` that keeps as many groups as the rank has of the ``whole`` channels."""
 
     def localize(attributes: Attributes, outputs: tuple[tuple[int, ...], ...]) -> Attributes:
-        return Attributes({**attributes, "group": attributes["group"] * outputs[output][dim] // whole})
+        return Attributes({**attributes, "group": attributes["group"] * outputs[0][dim] // whole})
 
     return localize
 
@@ -145,7 +145,7 @@ def _conv_rule(signature: Signature) -> ShardingRule:
         weight = (None, None)
     rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
     labels = {"X": ("n", source, *rest), "W": (*weight, *rest), "B": (target,)}
-    localize = _fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
+    localize = _fewer_groups(signature.outputs[0].shape[1], 1) if target == "g" else None
     added = (index["B"],) if "B" in index else ()
     fixed = "B" in signature.attributes
     linear = () if fixed else tuple((index[name], *added) for name in ("X", "W") if name in index)
@@ -218,7 +218,7 @@ def _grad_rule(signature: Signature) -> ShardingRule:
     localize = None
     if target == "g":
         dim = 1 if names[0] == "dx" else 0
-        localize = _fewer_groups(signature.outputs[0].shape[dim], 0, dim)
+        localize = _fewer_groups(signature.outputs[0].shape[dim], dim)
     inputs = (labels["dx"], labels["dw"], ("n", target, *rest))
     return ShardingRule(inputs, tuple(labels[name] for name in names), ((2,),), localize=localize)
 
@@ -363,7 +363,7 @@ def _transpose_rule(signature: Signature) -> ShardingRule:
     samples: Dim = "n" if "X" in index else None
     rest: tuple[Dim, ...] = (None,) * (signature.outputs[0].rank - 2)
     labels = {"X": (samples, source, *rest), "W": (*weight, *rest), "B": (target,)}
-    localize = _fewer_groups(signature.outputs[0].shape[1], 0, 1) if target == "g" else None
+    localize = _fewer_groups(signature.outputs[0].shape[1], 1) if target == "g" else None
     inputs = tuple(labels[name] for name in index)
     linear = () if has_bias else tuple((place,) for place in range(len(inputs)))
     return ShardingRule(inputs, ((samples, target, *rest),), linear, localize=localize)

@@ -9,7 +9,7 @@ partial: the gradient of an embedding is all-reduced over data-parallel ranks.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
@@ -198,23 +198,31 @@ def _gather_elements_rule(signature: Signature) -> ShardingRule:
     return ShardingRule(inputs, (indices,), linear_in(_DATA, signature, "data"))
 
 
-def positions(indices: Array, axis: int) -> tuple[Array, ...]:
-    """Return for each element of ``indices`` where in the data it points, one array per dimension."""
+Where = Callable[[Array, Attributes, int], tuple[Array, ...]]
+"""(indices, attributes, rank of the data) -> where in the data they point, one array per dimension."""
+
+
+def element_places(indices: Array, attributes: Attributes, rank: int) -> tuple[Array, ...]:
+    """Return for each element of ``indices`` where in the data it points."""
     where: list[Array] = list(np.indices(indices.shape, sparse=True))
-    where[axis] = indices
+    where[attributes.get("axis", 0) % rank] = indices
     return tuple(where)
 
 
-def _gather_elements(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    given = operands(_DATA, attributes, arrays)
-    return [given["data"][positions(given["indices"], attributes.get("axis", 0) % given["data"].ndim)]]
+def _taken(where: Where) -> tuple[ComputeRule, ComputeRule]:
+    """Return what a gather from these places means, and its gradient."""
 
+    def take(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        given = operands(_DATA, attributes, arrays)
+        return [given["data"][where(given["indices"], attributes, given["data"].ndim)]]
 
-def _gather_elements_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    given = operands(_GRAD, attributes, arrays)
-    made = np.zeros(attributes["shape"], given["dy"].dtype)
-    np.add.at(made, positions(given["indices"], attributes.get("axis", 0) % made.ndim), given["dy"])
-    return [made]
+    def add(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
+        given = operands(_GRAD, attributes, arrays)
+        made = np.zeros(attributes["shape"], given["dy"].dtype)
+        np.add.at(made, where(given["indices"], attributes, made.ndim), given["dy"])
+        return [made]
+
+    return take, add
 
 
 def _gather_elements_grad_rule(signature: Signature) -> ShardingRule:
@@ -289,22 +297,10 @@ def _gather_nd_rule(signature: Signature) -> ShardingRule:
     return whole_rule(signature)
 
 
-def nd_positions(indices: Array, batch: int) -> tuple[Array, ...]:
+def nd_places(indices: Array, attributes: Attributes, rank: int) -> tuple[Array, ...]:
     """Return an index of the data for each index tuple."""
-    lead = np.indices(indices.shape[:-1], sparse=True)[:batch]
+    lead = np.indices(indices.shape[:-1], sparse=True)[: attributes.get("batch_dims", 0)]
     return (*lead, *np.moveaxis(indices, -1, 0))
-
-
-def _gather_nd(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    given = operands(_DATA, attributes, arrays)
-    return [given["data"][nd_positions(given["indices"], attributes.get("batch_dims", 0))]]
-
-
-def _gather_nd_grad(attributes: Attributes, arrays: Sequence[Array]) -> Sequence[Array]:
-    given = operands(_GRAD, attributes, arrays)
-    made = np.zeros(attributes["shape"], given["dy"].dtype)
-    np.add.at(made, nd_positions(given["indices"], attributes.get("batch_dims", 0)), given["dy"])
-    return [made]
 
 
 def _gather_nd_grad_rule(signature: Signature) -> ShardingRule:
@@ -374,14 +370,14 @@ _register_gather(
 _register_gather(
     "GatherElements",
     "axis",
-    (_gather_elements, _gather_elements_grad),
+    _taken(element_places),
     (_gather_elements_rule, _gather_elements_grad_rule),
     elements_bounds("GatherElements", _DATA),
 )
 _register_gather(
     "GatherND",
     "batch_dims",
-    (_gather_nd, _gather_nd_grad),
+    _taken(nd_places),
     (_gather_nd_rule, _gather_nd_grad_rule),
     Bounds(_DATA, _gather_nd_bounds),
 )

@@ -59,16 +59,10 @@ def _plane_rule(
 
 
 def _window_work(signature: Signature) -> Work:
-    """One operation per element of each window; each element of the output has a window."""
-    return _per_window(signature, signature.outputs[0])
-
-
-def _window_grad_work(signature: Signature) -> Work:
-    """As much as the pooling; each element of dy, the last input, has a window."""
-    return _per_window(signature, signature.inputs[-1])
-
-
-def _per_window(signature: Signature, pooled: Tensor) -> Work:
+    """One operation per element of each window; each element of the output, or of dy (the last input), has a
+    window.
+    """
+    pooled = signature.inputs[-1] if signature.op_type.endswith("Grad") else signature.outputs[0]
     flops = float(pooled.size * math.prod(ints(signature.attributes["kernel_shape"])))
     return work_of(signature, flops)
 
@@ -134,7 +128,7 @@ register(
         "MaxPoolGrad",
         types=_max_pool_grad_types,
         compute=_max_pool_grad,
-        work=_window_grad_work,
+        work=_window_work,
         sharding=lambda s: _plane_rule(s, ((1,),)),
     )
 )
@@ -189,7 +183,7 @@ register(
         "AveragePoolGrad",
         types=like_shape("AveragePoolGrad", 1),
         compute=_average_pool_grad,
-        work=_window_grad_work,
+        work=_window_work,
         sharding=lambda s: _plane_rule(s, ((0,),), resizing("shape")),
     )
 )

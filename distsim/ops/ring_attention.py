@@ -29,7 +29,7 @@ from distsim.ir.value import Attributes, Literal, Value
 from distsim.ops.attention import attend, attend_backward, attention_work, joined_shape, sizes_of
 from distsim.ops.attention_options import OPTION_NAMES, AttentionOptions, pairs_seen, seen
 from distsim.ops.coalescing import alike, coalesced
-from distsim.ops.communication import mesh_and_ranks
+from distsim.ops.communication import mesh_and_ranks, resized
 from distsim.ops.normalization import widened, wider
 from distsim.ops.operator import (
     Array,
@@ -54,7 +54,7 @@ def _places_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[T
     tensor, count = mesh_and_ranks("LocalPlaces", attributes, inputs)
     dim = attributes.get("dim", 0)
     size = divided_size("LocalPlaces", tensor, dim, count, attributes["pieces"])
-    return (tensor.with_shape((*tensor.shape[:dim], size, *tensor.shape[dim + 1 :])),)
+    return resized(tensor, dim, size)
 
 
 def _local_places(attributes: Attributes, ranks: Sequence[Array]) -> Sequence[Array]:

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
 
 from distsim.errors import UnknownOperatorError
 from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops.bounds import require
-from distsim.ops.indexing import elements_bounds, elements_labels, linear_in, nd_positions, positions
+from distsim.ops.indexing import Where, element_places, elements_bounds, elements_labels, linear_in, nd_places
 from distsim.ops.onnx_bridge import static_array
 from distsim.ops.operator import (
     Array,
@@ -130,7 +129,7 @@ def _register(
     name: str,
     gather: str,
     labels: Labels,
-    where: Callable[[Array, Attributes, int], Any],
+    where: Where,
     bounds: Bounds,
 ) -> None:
     """Register a scatter and the gradient of its data, given the labels of operands and where it writes."""
@@ -176,14 +175,14 @@ _register(
     "ScatterND",
     "GatherND",
     _nd_labels,
-    lambda indices, attributes, rank: nd_positions(indices, 0),
+    nd_places,
     Bounds(_SCATTER, _nd_bounds),
 )
 _register(
     "ScatterElements",
     "GatherElements",
     _elements,
-    lambda indices, attributes, rank: positions(indices, attributes.get("axis", 0) % rank),
+    element_places,
     elements_bounds("ScatterElements", _SCATTER),
 )
 register(Operator("Scatter", bounds=elements_bounds("Scatter", _SCATTER)))

@@ -51,20 +51,19 @@ from distsim.ops.places import move_work, same_shape_rule
 from distsim.ops.sharding_rule import ShardingRule, letters
 
 
-def _same_shapes(op_type: str, inputs: tuple[Tensor, ...], count: int) -> None:
-    arity(op_type, inputs, count)
-    for tensor in inputs[1:]:
-        if tensor.shape != inputs[0].shape:
-            raise TypeRuleError(f"{op_type}: shapes {inputs[0].shape} and {tensor.shape} must agree")
-        if tensor.dtype != inputs[0].dtype:
-            raise TypeRuleError(f"{op_type}: {inputs[0].dtype.name} and {tensor.dtype.name} must agree")
+def _two_alike(op_type: str, y: Tensor, z: Tensor) -> None:
+    if z.shape != y.shape:
+        raise TypeRuleError(f"{op_type}: shapes {y.shape} and {z.shape} must agree")
+    if z.dtype != y.dtype:
+        raise TypeRuleError(f"{op_type}: {y.dtype.name} and {z.dtype.name} must agree")
 
 
 # Loss: mean squared error, sum((y - z)^2) / N.
 
 
 def _loss_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-    _same_shapes("Loss", inputs, 2)
+    arity("Loss", inputs, 2)
+    _two_alike("Loss", *inputs)
     return (Tensor(inputs[0].dtype, (), common_device("Loss", inputs)),)
 
 
@@ -118,7 +117,7 @@ def scaled(attributes: Attributes, arrays: Sequence[Array], grad: Array, count: 
 
 def _loss_grad_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
     check_incoming("LossGrad", attributes, inputs)
-    _same_shapes("LossGrad", inputs[:2], 2)
+    _two_alike("LossGrad", *inputs[:2])
     return (inputs[0].on(common_device("LossGrad", inputs)),)
 
 

@@ -20,6 +20,17 @@ _NAMED = 8
 """A longer cycle is shortened in the middle."""
 
 
+def shortened(lines: Sequence[str]) -> str:
+    """Return what waits for what in a cycle, as one text.
+
+    >>> shortened([str(number) for number in range(12)])
+    '0; 1; 2; 3; 4; 5; 6; ... 4 more ...; 11'
+    """
+    if len(lines) > _NAMED:
+        lines = [*lines[: _NAMED - 1], f"... {len(lines) - _NAMED} more ...", lines[-1]]
+    return "; ".join(lines)
+
+
 class Row(NamedTuple):
     """A block as others see it: where it runs, what it reads and makes.
 
@@ -204,12 +215,10 @@ def _cycle_error(name: str, rows: Sequence[Row], waits: Sequence[tuple[int, Valu
         f"{rows[place]} waits for {rows[after]} (for its {key.name!r})"
         for (place, key), after in zip(waits, [*places[1:], places[0]], strict=True)
     ]
-    if len(lines) > _NAMED:
-        lines = [*lines[: _NAMED - 1], f"... {len(lines) - _NAMED} more ...", lines[-1]]
     each = "in every microbatch " if any(rows[place].phase is not None for place in places) else ""
     return IRError(
         f"{name} deadlocks {each}under any schedule: blocks wait for each other in a cycle: "
-        f"{'; '.join(lines)}; cut the function elsewhere, or make one of these values where it is read"
+        f"{shortened(lines)}; cut the function elsewhere, or make one of these values where it is read"
     )
 
 

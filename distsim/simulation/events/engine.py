@@ -17,6 +17,7 @@ from simpy import Environment
 from simpy.events import Timeout
 
 from distsim.errors import SimulationError
+from distsim.program.links import shortened
 from distsim.simulation.events.disturbances import Disturbances, disturbed_durations
 from distsim.simulation.events.flows import Traffic
 from distsim.simulation.events.network import Network, find_flows
@@ -106,10 +107,6 @@ def waits(tasks: Tasks) -> tuple[Ints, Ints]:
     return task, np.concatenate([tasks.deps, ordered[:-1][same]])
 
 
-_NAMED = 8
-"""A longer cycle is shortened in the middle."""
-
-
 def deadlock_error(tasks: Tasks, stuck: Sequence[int]) -> SimulationError:
     """Return the error that names a cycle among tasks that can never start."""
     cycle = find_cycle(tasks, stuck)
@@ -117,11 +114,9 @@ def deadlock_error(tasks: Tasks, stuck: Sequence[int]) -> SimulationError:
         f"{tasks.describe(task)} waits for {tasks.describe(source)} ({_reason(tasks, task, source)})"
         for task, source in zip(cycle, [*cycle[1:], cycle[0]], strict=True)
     ]
-    if len(lines) > _NAMED:
-        lines = [*lines[: _NAMED - 1], f"... {len(lines) - _NAMED} more ...", lines[-1]]
     return SimulationError(
         f"{tasks.function.name} deadlocks: {len(stuck)} of {len(tasks)} tasks wait for each other in a "
-        f"cycle: {'; '.join(lines)}; make the order on the streams agree with the dependencies"
+        f"cycle: {shortened(lines)}; make the order on the streams agree with the dependencies"
     )
 
 

@@ -26,7 +26,6 @@ from distsim.simulation.memory.walk import (
 from distsim.simulation.simulation import Simulation
 from distsim.simulation.tasks.rank_classes import place_of
 from distsim.simulation.tasks.templates import Floats, Ints
-from distsim.simulation.tasks.timeline import FlatTimeline
 
 BUFFERS = "gradient buffers"
 """What the memory is called that holds gradients all step."""
@@ -69,10 +68,8 @@ class Allocation(NamedTuple):
 
 def allocations(simulation: Simulation) -> tuple[list[Allocation], ...]:
     """Return what :func:`memory_timeline` adds up, piece by piece, for each rank class."""
-    flat = simulation.flat()
-    teller = _Teller(flat, _held_buffers(simulation))
-    teller.tell(flat.tasks.function)
-    return tuple([teller.allocations(number) for number in range(len(flat.classes.members))])
+    teller = _Teller(simulation)
+    return tuple([teller.allocations(number) for number in range(len(teller.classes.members))])
 
 
 def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
@@ -84,15 +81,8 @@ def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
     order of the function: an allocator serves ops as they are issued. Where communication overlaps compute,
     what is in use at one time may be more than that, and where ranks wait it may be less.
     """
-    flat = simulation.flat()
-    teller = _Teller(flat, _held_buffers(simulation))
-    teller.tell(flat.tasks.function)
-    return tuple([teller.timeline(number) for number in range(len(flat.classes.members))])
-
-
-def _held_buffers(simulation: Simulation) -> float:
-    """Return the bytes of buffers that hold gradients all step, by byte of parameters (``Parts.held``)."""
-    return simulation.simulated.parts.held if isinstance(simulation.simulated, Program) else 0.0
+    teller = _Teller(simulation)
+    return tuple([teller.timeline(number) for number in range(len(teller.classes.members))])
 
 
 class _Held:
@@ -115,11 +105,16 @@ Times = dict[int, tuple[float, float]]
 
 
 class _Teller:
-    """Goes through a function in its order, and through the tasks of the simulation at the same pace."""
+    """Goes through a function in its order, and through the tasks of the simulation at the same pace.
 
-    def __init__(self, flat: FlatTimeline, held: float) -> None:
+    ``pieces`` is what was held when; ``held`` the bytes of buffers that hold gradients all step, by byte of
+    parameters (``Parts.held``).
+    """
+
+    def __init__(self, simulation: Simulation) -> None:
+        flat = simulation.flat()
         tasks = flat.tasks
-        self.held = held
+        self.held = simulation.simulated.parts.held if isinstance(simulation.simulated, Program) else 0.0
         self.classes = tasks.classes
         # Launches, and what collectives cost computation, are tasks of no op of the function.
         named = np.array([op not in (LAUNCH, SLOWDOWN) for op in tasks.op_table], np.bool_)
@@ -134,8 +129,9 @@ class _Teller:
         self.task = 0
         self.where = ""
         self.pieces: list[_Held] = []
+        self._tell(tasks.function)
 
-    def tell(self, function: Function) -> None:
+    def _tell(self, function: Function) -> None:
         """Note what is held when, from the first op to the last."""
         held: dict[Value, _Held] = {}
         frame = whole(function)

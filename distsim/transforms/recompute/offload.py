@@ -73,7 +73,7 @@ def offload(function: Function, count: int, layers: Sequence[Layer], stages: Seq
             f"offload={count}: of the {len(layers)} blocks of {function.name} those to be offloaded save no "
             "activations; use offload=0"
         )
-    return plan.write()
+    return _CopyWriter(plan).run()
 
 
 class _LayerCalls(NamedTuple):
@@ -127,10 +127,6 @@ class _CopyPlan:
             if block.forward in self.saved:
                 before = back[max(number - 1, 0)].backward
                 self.fetches.setdefault(before, []).append(block.forward)
-
-    def write(self) -> Function:
-        """Return the function with the copies."""
-        return _CopyWriter(self).run()
 
 
 class _CopyWriter:
