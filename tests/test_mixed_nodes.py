@@ -7,14 +7,16 @@ from cluster_files import FREE, step, write
 
 from distsim.compose import parallelize
 from distsim.cost import CostModel
-from distsim.errors import TopologyError
+from distsim.errors import PlanError, TopologyError
 from distsim.hardware import collective_time, describe, load_cluster
+from distsim.hardware.presets import figures_by_kind
 from distsim.ir import Topology
 from distsim.ir.link import Link
 from distsim.ir.topology import Level
 from distsim.models import gpt
 from distsim.plan import Plan
 from distsim.simulation.memory.program_memory import program_memory
+from distsim.study.clusters import sized_clusters
 from distsim.transforms import Adam, differentiate
 
 
@@ -64,6 +66,7 @@ def test_equal_devices_are_told_apart_by_their_links(engine):
 @pytest.mark.parametrize(
     "base, other, said",
     [
+        ("dgx-h100", "dgx-2", "a node of dgx-2 has 16 devices, and those of this cluster 8"),
         ("dgx-2", "dgx-a100", "a node of dgx-a100 has 8 devices, and those of this cluster 16"),
         ("dgx-a100", "dgx-1", "joined by nvlink of 4 and nvlink-cube of 8, in this cluster by nvlink of 8"),
     ],
@@ -72,6 +75,57 @@ def test_nodes_of_other_shapes_are_refused(tmp_path, base, other, said):
     text = f'[[nodes]]\ncount = 1\n[[nodes]]\ncount = 1\nbase = "{other}"\n'
     with pytest.raises(TopologyError, match=re.escape(said)):
         load_cluster(write(tmp_path, text, base))
+
+
+def test_larger_nodes_are_taken_in_part_where_the_file_says_so(tmp_path):
+    two = '[[nodes]]\ncount = 1\n[[nodes]]\ncount = 1\nbase = "dgx-2"\n'
+    path = write(tmp_path, two)
+    assert len(load_cluster(path, ["devices_per_node=4"]).devices) == 8
+    assert len(load_cluster(write(tmp_path, f"devices_per_node = 8\n{two}")).devices) == 16
+
+
+MIXED = """\
+[[nodes]]
+count = 2
+[[nodes]]
+count = 2
+base = "dgx-h100"
+[[slow]]
+nodes = [0, 3]
+factor = 2.0
+[[slow]]
+devices = [17, 23]
+factor = 3.0
+"""
+
+
+def test_so_many_gpus_are_the_first_nodes_of_those_that_are_listed(tmp_path):
+    path = write(tmp_path, MIXED)
+    every = load_cluster(path).devices
+    for found in sized_clusters([path], "8,16,24,32", ()):
+        count = len(found.topology.devices)
+        assert f"({count} GPUs)" in found.shown
+        assert [each.peaks for each in found.topology.devices] == [each.peaks for each in every[:count]]
+        nodes = [nodes for nodes, _ in figures_by_kind(path, found.settings)]
+        assert sum(nodes) * 8 == count and found.rates(2.0).price == 2.0
+    assert [len(each.topology.devices) for each in sized_clusters([path], [24, 8], ())] == [24, 8]
+
+
+@pytest.mark.parametrize("count", [4, 12, 40])
+def test_gpus_that_cut_a_listed_node_or_are_too_many_are_refused(tmp_path, count):
+    said = f"--gpus {count}: the \\[\\[nodes\\]\\] of .*mine.toml are 4 of 8 GPUs.*a multiple of 8 up to 32"
+    with pytest.raises(PlanError, match=said):
+        sized_clusters([write(tmp_path, MIXED)], count, ())
+
+
+def test_nodes_that_are_set_are_of_those_that_are_listed(tmp_path):
+    path = write(tmp_path, MIXED)
+    with pytest.raises(TopologyError, match="--set nodes=5: the file's .* are 4; take 1 to 4"):
+        load_cluster(path, ["nodes=5"])
+    with pytest.raises(TopologyError, match="no figure has this name"):
+        load_cluster("dgx-a100", ["nodes=1"])
+    with pytest.raises(TopologyError, match="there is no node 4 among"):
+        load_cluster(write(tmp_path, MIXED.replace("[0, 3]", "[4]")), ["nodes=1"])
 
 
 def slow(tmp_path, which: str, factor: float = 2.0, more: str = "") -> str:

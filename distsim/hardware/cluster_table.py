@@ -276,6 +276,8 @@ def with_setting(table: Raw, setting: str) -> Raw:
         raise TopologyError(
             f"--set {key!r:.60}: no figure has this name; choose from {choices_for(key, keys)}"
         )
+    if key == "nodes":
+        return _first_nodes(table, _whole(key, value))
     first, *rest = key.split(".")
     given: Any = _whole(key, value) if key.split(".")[-1] in _COUNTS else value
     for part in reversed(rest):
@@ -291,11 +293,38 @@ def _whole(key: str, value: str) -> int:
     return int(value)
 
 
+def _first_nodes(raw: Raw, wanted: int) -> Raw:
+    """Return a raw table with the first so many of its ``nodes``, and what of ``slow`` is of these."""
+    try:
+        table = msgspec.convert(raw, ClusterTable)
+    except (msgspec.ValidationError, RecursionError):
+        return raw  # who reads it says why
+    there = sum(kind.count for kind in table.nodes)
+    if not 0 < wanted <= there:
+        raise TopologyError(f"--set nodes={wanted}: the file's [[nodes]] are {there}; take 1 to {there}")
+    kinds: list[Raw] = []
+    left = wanted
+    for kind in table.nodes:
+        if left > 0:
+            kinds.append({**msgspec.to_builtins(kind), "count": min(kind.count, left)})
+        left -= kind.count
+    size = table.devices_per_node
+    slow: list[Raw] = []
+    for each in table.slow:  # a place that the whole cluster lacks stays, to be refused
+        nodes = [node for node in each.nodes if not wanted <= node < there]
+        devices = [place for place in each.devices if not wanted * size <= place < there * size]
+        if nodes or devices or not (each.nodes or each.devices):
+            slow.append({"factor": each.factor, "nodes": nodes, "devices": devices})
+    return {**raw, "nodes": kinds, "slow": slow}
+
+
 def setting_keys(table: Raw) -> list[str]:
-    """Return the keys of ``--set`` for a raw table: figures of its device, and of its levels by name."""
+    """Return the keys of ``--set`` for a raw table: figures of its device, and of its levels by name;
+    ``nodes`` where it lists them."""
     levels = _level_names(table)
     return [
         "devices_per_node",
+        *(["nodes"] if table.get("nodes") else []),
         *(f"device.{name}" for name in DEVICE_UNITS),
         *(f"device.{table}.{name}" for table, (names, _) in NAMED_FIGURES.items() for name in names),
         *(f"device.host_link.{part}" for part in LINK_UNITS),

@@ -92,6 +92,7 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
 
     ``settings``: figures that replace those of the file, as ``KEY=VALUE``; where they say other
     ``devices_per_node``, levels whose groups are a node follow, and there is none of nodes of one.
+    ``nodes=2`` are the first two of a file's ``[[nodes]]``.
 
     Raises :class:`TopologyError` for an unknown name, for a file that cannot be read (1 MiB at most) or
     has an unknown field, a missing one or a wrong unit, for a setting that is none, and for more than
@@ -108,7 +109,8 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
     if table.nodes:
         if read.nodes is not None:
             raise TopologyError(
-                f"{name}: the [[nodes]] of {read.origin} say how many there are; give no :count"
+                f"{name}: the [[nodes]] of {read.origin} say how many there are; give no :count, "
+                f"or --set nodes={read.nodes} for the first of them"
             )
         nodes = sum(kind.count for kind in table.nodes)
     count = table.devices_per_node * nodes
@@ -142,7 +144,7 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
         start = 0
         for kind in table.nodes:
             if kind.base is not None:
-                made.set_levels_of(start, kind.count * node, _levels_inside(kind.base, node, levels))
+                made.set_levels_of(start, kind.count * node, _levels_inside(read, kind.base, levels))
             start += kind.count * node
         return made
     except TopologyError as error:
@@ -215,14 +217,17 @@ def _kind(read: _ClusterFile, kind: NodesTable) -> tuple[DeviceTable, tuple[Figu
     return table, tuple(_figures(own, table, ()))
 
 
-def _levels_inside(base: str, node: int, levels: Sequence[Level]) -> list[Level]:
-    """Return what joins so many devices in a node of a preset, by the names of the levels of the cluster."""
-    whole = _read(base, ())
+def _levels_inside(read: _ClusterFile, base: str, levels: Sequence[Level]) -> list[Level]:
+    """Return what joins the devices in a node of a preset, by the names of the levels of the cluster. Larger
+    nodes are taken in part where the file, or a setting, makes those of its own base smaller."""
+    whole, node = _read(base, ()), read.table.devices_per_node
     has = whole.table.devices_per_node
-    if has < node:
+    given = raw_table(read.origin, read.text.encode())
+    in_part = "devices_per_node" in read.settings or {"base", "devices_per_node"} <= given.keys()
+    if has < node or (has > node and not in_part):
         raise TopologyError(
             f"nodes: a node of {base} has {has} devices, and those of this cluster {node}: nodes are of one "
-            f"size; give devices_per_node = {has}, or a base with {node}"
+            f"size; give a base with {node}, or beside a base of the file devices_per_node = {min(has, node)}"
         )
     table = cluster_table(base, merged(_raw(base, ())[1], {"devices_per_node": node}), "")
     si = {figure.name: figure.si_value for figure in _figures(whole, table.device, table.levels)}

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from distsim.errors import OptionError, PlanError, TopologyError
-from distsim.hardware import load_cluster
 from distsim.hardware.presets import Figure, figures_by_kind, table_and_figures
 from distsim.ir import Topology
 from distsim.plan_search.training.estimate import DeviceRates
@@ -97,7 +96,10 @@ def _of_size(cluster: Cluster, count: int, settings: Sequence[str], place: int) 
     name = os.fspath(cluster)
     base, colon, nodes = name.rpartition(":")
     whole = base if colon and nodes.isdigit() else name
-    node = len(load_cluster(whole, settings).devices)
+    table, _ = table_and_figures(whole, settings)
+    node = table.devices_per_node
+    if table.nodes:
+        return _first_nodes(name, count, (node, sum(kind.count for kind in table.nodes)), settings, place)
     if count > node and count % node:
         raise PlanError(
             f"--gpus {count}: a node of {whole} has {node}; take a multiple, or fewer than {node}"
@@ -105,3 +107,17 @@ def _of_size(cluster: Cluster, count: int, settings: Sequence[str], place: int) 
     sizes = [f"devices_per_node={count}"] if count < node else []
     sized = whole if count <= node else f"{whole}:{count // node}"
     return SizedCluster(f"{sized} ({count_of(count, 'GPU')})", sized, (*settings, *sizes), place)
+
+
+def _first_nodes(
+    name: str, count: int, size: tuple[int, int], settings: Sequence[str], place: int
+) -> SizedCluster:
+    """Return so many GPUs of a file that lists nodes, the first, whole; ``size``: GPUs of a node, nodes."""
+    node, nodes = size
+    if count % node or count > node * nodes:
+        raise PlanError(
+            f"--gpus {count}: the [[nodes]] of {name} are {nodes} of {node} GPUs, of which the first are "
+            f"taken, whole; give a multiple of {node} up to {node * nodes}"
+        )
+    taken = () if count == node * nodes else (f"nodes={count // node}",)
+    return SizedCluster(f"{name} ({count_of(count, 'GPU')})", name, (*settings, *taken), place)
