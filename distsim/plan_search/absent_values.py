@@ -39,12 +39,14 @@ class EnumeratedPlans(Protocol):
         ...
 
 
-def why_absent(space: EnumeratedPlans, name: str, value: str, batch: int, layers: int) -> str:
-    """Return what keeps a value out, of ``batch`` samples and ``layers`` (0: not known); "" if nothing known.
+def why_absent(space: EnumeratedPlans, name: str, value: str, batch: int, layers: tuple[int, int]) -> str:
+    """Return what keeps a value out, of ``batch`` samples; "" if nothing known.
 
     As plans are enumerated: degrees that multiply to the devices, ranks that divide the batch, microbatches,
-    schedules that have as many stages as there are layers.
+    schedules that have as many stages as there are layers, stages that divide them. ``layers``: those that
+    are alike, and all of which stages have equally many; 0: not known, and as many as may be.
     """
+    alike, divided = layers
     every = list(degrees_of(space))
     if name in DEGREES and value.isdigit():
         every = [own for own in every if own[name] == int(value)]
@@ -62,8 +64,28 @@ def why_absent(space: EnumeratedPlans, name: str, value: str, batch: int, layers
         if own["pp"] == 1 or any(_has(each, name, value) for each in space.schedules(own["pp"]))
     ]
     if counted and (not made or (name == "schedule" and all(own["pp"] == 1 for own in made))):
-        return _no_schedule(space, name, value, counted, layers)
+        return _no_schedule(space, name, value, counted, alike)
+    counts = stage_counts(space, made, name, value)
+    if counts and all(divided % each for each in counts):
+        return (
+            f"{count_of(divided, 'layer')} do not make {'|'.join(map(str, counts))} equal stages, as the "
+            "stack has them: add stages=default, or give other pp or chunks"
+        )
     return ""
+
+
+def stage_counts(
+    space: EnumeratedPlans, degrees: Iterable[Degrees], name: str = "", value: str = ""
+) -> list[int]:
+    """Return how many stages pipelines of these degrees have; those of a value of a field of schedules."""
+    found = {
+        own["pp"] * dict(each).get("chunks", 1)
+        for own in degrees
+        if own["pp"] > 1
+        for each in space.schedules(own["pp"])
+        if _has(each, name, value)
+    }
+    return sorted(found)
 
 
 def degrees_of(space: EnumeratedPlans) -> Iterator[Degrees]:

@@ -14,7 +14,8 @@ microbatches         of 1, 2, 4, ... samples, up to 32,768 tokens a rank; with a
 ``remat``            none, full; attention too, unless it is one kernel, which saves nothing to compute again
 ``schedule``         1f1b; interleaved with 2 or 4 chunks, as far as there are layers, where ``pp`` divides
                      the microbatches
-``stages``           as the stack begins them: equally many layers only where they divide
+``stages``           as the stack begins them: equally many layers only where they divide, unless fewer
+                     than half of the numbers of stages do, or ``pp`` is given: ``default`` then
 others               the defaults of :class:`distsim.plan.Plan`
 ===================  ==================================================================================
 
@@ -27,7 +28,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
 from itertools import product
 from typing import Any
@@ -36,7 +37,7 @@ from distsim.errors import PlanError, shortened
 from distsim.ir import Function, Tensor, Topology, all_ops
 from distsim.plan import RESHARD, SWITCH, TP_OVERLAP, Plan, parse_schedule, parse_stages
 from distsim.plan.rank_layout import CP_KINDS
-from distsim.plan_search.absent_values import degrees_of, why_absent
+from distsim.plan_search.absent_values import degrees_of, stage_counts, why_absent
 from distsim.schedule import FLUSH, SCHEDULES, example
 from distsim.schedule.refusals import count as count_of
 from distsim.suggestions import choices_for
@@ -222,7 +223,8 @@ class PlanSpace:
         for value in self.sets[name]:
             if value != "*" and value not in there:
                 choices = ", ".join(sorted(there, key=lambda text: (len(text), text))[:12])
-                absent = why_absent(self, name, value, self.traits.batch, self.traits.layers)
+                layers = self.traits.layers, self.traits.every_layer * self.stages_divide
+                absent = why_absent(self, name, value, self.traits.batch, layers)
                 why = (
                     self._refusal(name, value)
                     or absent
@@ -235,12 +237,9 @@ class PlanSpace:
 
     def _refusal(self, name: str, value: str) -> str:
         """Return why no plan has a value of a field, if plans say so."""
-        needed: Mapping[str, Mapping[str, Any]] = {
-            "sp": {"tp": 2},
-            "cp_kind": {"cp": 2},
-            "post_validation": {"pp": 2},
-        }
-        fields_of_one = dict(needed.get(name, {}))
+        needed = {"sp": "tp", "cp_kind": "cp", "post_validation": "pp"}
+        fields_of_one: dict[str, Any] = {needed[name]: 2} if name in needed else {}
+        fields_of_one |= {"schedule": "interleaved"} if name == "chunks" else {}
         if name != SIZE:
             fields_of_one[name] = self._number(name, value) if name in _COUNTS else value
         try:
@@ -257,17 +256,25 @@ class PlanSpace:
                     plan = self.complete(Plan(**degrees, **given))
                 except PlanError:  # fields that do not go together are no plan
                     continue
-                if self._divides(plan):
-                    yield plan
+                interleaved = plan.schedule == "interleaved" and "schedule" not in self.sets
+                if (cut := self._cut(plan)) and not (interleaved and plan.microbatches % plan.pp):
+                    yield cut
 
-    def _divides(self, plan: Plan) -> bool:
-        """Whether what was not asked for divides: layers into equal stages, as a stack has them, and
-        microbatches by ranks that interleave stages."""
-        counted = plan.stages == "layers" and "stages" not in self.sets
-        if counted and self.traits.every_layer % plan.num_stages:
+    def _cut(self, plan: Plan) -> Plan | None:
+        """Return a plan with stages that its layers make, where a stack has equal ones; None for no plan."""
+        layers = self.traits.every_layer
+        if plan.stages != "layers" or "stages" in self.sets or layers % plan.num_stages == 0:
+            return plan
+        asked = layers % plan.pp and str(plan.pp) in self.sets.get("pp", ())
+        return replace(plan, stages="default") if asked or not self.stages_divide else None
+
+    @cached_property
+    def stages_divide(self) -> bool:
+        """Whether stages are equal, and not all numbers of them tried: half of them or more divide layers."""
+        if "stages" in self.sets or self.complete(Plan(pp=2)).stages != "layers":
             return False
-        interleaved = plan.schedule == "interleaved" and "schedule" not in self.sets
-        return not interleaved or plan.microbatches % plan.pp == 0
+        counts = stage_counts(self, degrees_of(self))
+        return 2 * sum(self.traits.every_layer % count == 0 for count in counts) >= len(counts)
 
     def _choices(self, degrees: Mapping[str, int]) -> Iterator[list[tuple[tuple[str, Any], ...]]]:
         """Yield the choices of further fields; each is one or two fields with their values."""
