@@ -6,11 +6,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from training_models import topology_of
 
+from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.hardware.rank_axes import RankAxes
+from distsim.importer import load_model
 from distsim.plan import Plan
 from distsim.plan.rank_layout import ExpertRanks
+from distsim.transforms import differentiate
 
 
 def test_ranks_of_experts_lie_next_to_each_other_within_dp():
@@ -79,6 +82,10 @@ def test_every_ep_that_divides_the_ranks_of_dp_and_cp_has_a_place(dp, cp, ep, or
     ("text", "message"),
     [
         ("dp=2,cp=4,ep=3", "ep=3 does not divide dp=2 times cp=4, .*choose one of 1, 2, 4, 8$"),
+        (
+            "dp=12,ep=8",
+            "ep=8 does not divide dp=12, .*choose one of 1, 2, 4$",
+        ),
         ("dp=2,tp=4,ep=3,etp=2,sp=on", "tp have 2 different .*ep that is a multiple of 2, or etp=4"),
         ("dp=2,tp=4,ep=8,etp=2,sp=on", "dp=2, with 2 of tp=4, .*choose one of 2, 4$"),
         ("tp=4,ep=2,etp=3,sp=on", "etp=3 does not divide tp=4, .*choose one of 1, 2, 4"),
@@ -89,3 +96,10 @@ def test_every_ep_that_divides_the_ranks_of_dp_and_cp_has_a_place(dp, cp, ep, or
 def test_ranks_that_no_experts_can_be_divided_over_are_refused(text, message):
     with pytest.raises(PlanError, match=message):
         Plan.parse(text)
+
+
+def test_ranks_that_do_not_divide_experts_are_given_those_that_divide_both():
+    small = "mixtral-8x7b:layers=1,hidden=16,heads=4,kv_heads=2,vocab=16,seq=8,experts=4,expert_ffn=8"
+    joint = differentiate(load_model(small, 6), None)
+    with pytest.raises(PlanError, match="ep=3 does not divide the 4 experts of .*choose one of 1, 2$"):
+        parallelize(joint, Plan(dp=6, ep=3), topology_of(6))

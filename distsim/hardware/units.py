@@ -36,10 +36,10 @@ HOUR = 3600.0
 _ALIASES = {
     **{f"{prefix}FLOPS": f"{prefix}FLOP/s" for prefix in ("", "G", "T", "P")},
     **{f"{prefix}FLOPs": f"{prefix}FLOP/s" for prefix in ("", "G", "T", "P")},
-    **{f"{prefix}bps": f"{prefix}bit/s" for prefix in "MGT"},
+    **{f"{prefix}{bits}": f"{prefix}bit/s" for prefix in "MGT" for bits in ("bps", "b/s")},
     **{"USD/h": "$/h", "\u00b5s": "us", "\u03bcs": "us", "KB": "kB", "": "1"},
 }
-"""Other spellings of units that can mean nothing else; GBps and Gb/s are not among them: people mean both."""
+"""Other spellings of units that can mean nothing else; GBps, which people write for both, is none."""
 
 _QUANTITY = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?)\s*(\S*)\s*", re.ASCII)
 
@@ -74,6 +74,7 @@ def unit_named(unit: str, units: Units, what: str, value: str = "1") -> str:
             f"{what}: {value} has no unit; write it as {_example(units, value)}, in one of {choices}"
         )
     near = [each for each in units if each.lower().replace("bit", "b") == unit.lower().replace("ps", "/s")]
+    near.sort(key=lambda each: ("bit" in each) == ("B" in unit))  # a small b is more often a bit
     hint = f"; did you mean {' or '.join(near)}?" if near else ""
     raise TopologyError(f"{what}: unit {unit!r:.40} is not one of {choices}{hint}")
 

@@ -102,7 +102,9 @@ def expert_ranks(degrees: Degrees, order: str = ORDER) -> ExpertRanks:
         )
     rest, axes = ep // apart, order.split("-")
     if dp * cp % rest:
-        usable = [apart * n for n in divisors(dp * cp)]
+        # What divides ep divides experts that ep divides; of others none is known here.
+        common = math.gcd(rest, dp * cp)
+        usable = [apart * n for n in divisors(common if common > 1 else dp * cp)]
         ranks = f"dp={dp}" + (f" times cp={cp}" if cp > 1 else "")
         ranks += f", with {apart} of tp={tp}" if apart > 1 else ""
         raise PlanError(

@@ -176,7 +176,7 @@ class Decisions:
             options = self._options_of(function, EXPERTS)
             degrees = (ranks, parts.replicas, parts.microbatches)
             choice = decide_context(self.structure, options, degrees, batch, device, parts.experts)
-            check_experts(self.structure, choice, ranks)
+            check_experts(self.structure, choice, ranks, ranks * parts.replicas)
             found = self._by_experts[key] = ByExperts(self.structure, choice, self.dimensions.marks)
         return found
 

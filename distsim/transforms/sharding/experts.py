@@ -76,8 +76,8 @@ def _of_experts(function: Function, structure: Structure) -> Marks:
     return propagate(function, propagate_back(function, seeds))
 
 
-def check_experts(structure: Structure, decision: Decision, ranks: int) -> None:
-    """Raise where ranks of experts do not divide them, or there are none."""
+def check_experts(structure: Structure, decision: Decision, ranks: int, most: int) -> None:
+    """Raise where ranks of experts do not divide them, or there are none; ``most``: of all that could be."""
     found = False
     for node in structure.nodes:
         rule = rule_of(node.signature)
@@ -87,7 +87,7 @@ def check_experts(structure: Structure, decision: Decision, ranks: int) -> None:
         sizes = zip(node.signature.inputs, rule.inputs, strict=True)
         count = next(t.shape[dims.index(rule.experts)] for t, dims in sizes if rule.experts in dims)
         if count % ranks or decision.strategies[node.op].factor != rule.experts:
-            usable = ", ".join(str(n) for n in range(1, count + 1) if count % n == 0)
+            usable = ", ".join(str(n) for n in range(1, count + 1) if count % n == most % n == 0)
             raise PlanError(
                 f"ep={ranks} does not divide the {count} experts of {node.op!r}; choose one of {usable}"
             )
