@@ -282,6 +282,11 @@ def test_the_command_refuses(tmp_path, capsys, monkeypatch):
     for arguments, said in [
         ([kernels, "--base", "dgx-a100", "--out", "x.txt"], "--out x.txt: a cluster's file is called .toml"),
         ([kernels, "--base", "none", "--out", "x.toml"], "no cluster is named 'none'"),
+        ([kernels, kernels, "--base", "dgx-a100", "--out", "x.toml"], "is given twice"),
+        (
+            [kernels, "--base", "dgx-a100", "--out", "x.toml", "--date", "yesterday"],
+            "as in --date 2026-01-31",
+        ),
         (["none.csv", "--base", "dgx-a100", "--out", "x.toml"], "none.csv is not a file"),
         ([kernels, "--base", "dgx-a100", "--out", "none/x.toml"], "there is no folder none"),
         (

@@ -365,8 +365,10 @@ def test_a_model_that_is_named_needs_no_sizes():
     }
     sizes = case_of(row).sizes
     assert (sizes.layers, sizes.hidden, sizes.vocab) == (12, 768, 50257)
-    with pytest.raises(MissingFeatureError, match="a number in column n_layers"):
+    with pytest.raises(MissingFeatureError, match="in column n_layers, or a model by name: 'gpt2-of-ours'"):
         case_of({**row, "model": "gpt2-of-ours"})
+    with pytest.raises(MissingFeatureError, match="tp=2 pp=1 cp=1 are 2, which does not divide n_gpus=7"):
+        case_of({**row, "dp": "", "tp": "2", "n_gpus": "7"})
 
 
 NVIDIA = {

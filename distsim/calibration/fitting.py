@@ -39,7 +39,9 @@ def read_timings(paths: Sequence[Path]) -> Readings:
     :data:`MAX_TIMINGS` timings.
     """
     found = Readings([], [])
-    for path in paths:
+    for place, path in enumerate(paths):
+        if path.resolve() in [other.resolve() for other in paths[:place]]:
+            raise TimingsError(f"{path} is given twice, and each timing counts once; give it once")
         names = [suffix.lower() for suffix in path.suffixes]
         if names[-1:] == [".json"] or names[-2:] == [".json", ".gz"]:
             timings, notes = read_torch_trace(path)

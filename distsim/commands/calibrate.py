@@ -29,7 +29,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add_settings(parser)
     parser.add_argument("--out", type=Path, required=True, metavar="TOML", help="the cluster's file to write")
     parser.add_argument("--name", help="what the cluster is called (by default the name of the file)")
-    parser.add_argument("--date", help="when it was measured (by default today)")
+    parser.add_argument("--date", help="when it was measured, as 2026-01-31 (by default today)")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -37,6 +37,9 @@ def run(options: argparse.Namespace) -> int:
     out: Path = options.out
     if out.suffix != ".toml":
         raise TimingsError(f"--out {out}: a cluster's file is called .toml, as in --out my-cluster.toml")
+    measured = options.date or date.today().isoformat()
+    if not _is_date(measured):
+        raise TimingsError(f"--date {measured!r:.40}: write year, month and day, as in --date 2026-01-31")
     check_target(out)
     timings, notes = read_timings(options.timings)
     for note in notes:
@@ -46,7 +49,7 @@ def run(options: argparse.Namespace) -> int:
         options.base,
         options.set,
         name=options.name or out.stem,
-        date=options.date or date.today().isoformat(),
+        date=measured,
     )
     say(str(made))
     if not made.figures:
@@ -55,3 +58,10 @@ def run(options: argparse.Namespace) -> int:
         file.write(made.text.encode())
     say(f"written: {out}; use it as --cluster {out}")
     return 0
+
+
+def _is_date(text: str) -> bool:
+    try:
+        return date.fromisoformat(text).isoformat() == text
+    except ValueError:
+        return False

@@ -13,6 +13,7 @@ from distsim.models.mixture import Mixture
 from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
+from distsim.suggestions import did_you_mean
 from distsim.truth.row import MissingFeatureError, Row, cell, decimal, number, plain
 
 VOCAB = 50257
@@ -53,8 +54,13 @@ def with_named_sizes(row: Row) -> Row:
     '8'
     """
     name = cell(row, "model")
-    if cell(row, "n_layers") or name not in model_names():
+    if cell(row, "n_layers") or not name:
         return row
+    if name not in model_names():
+        raise MissingFeatureError(
+            f"a number in column n_layers, or a model by name: {name!r:.60} is none of `distsim models`"
+            f"{did_you_mean(name, model_names())}"
+        )
     sizes = named_sizes(name)
     heads, mixture = sizes.attention, sizes.experts
     known = {

@@ -147,9 +147,12 @@ def _degrees(row: Row) -> dict[str, int]:
         raise MissingFeatureError(f"degrees of at least 1, not tp={tp}, pp={pp}, cp={cp}")
     dp = number(row, "dp", count // replica if count % replica == 0 else 0)
     if count and dp * replica != count:
+        given = f"tp={tp} pp={pp} cp={cp}"
         raise MissingFeatureError(
-            f"degrees that agree with the devices: dp={dp} tp={tp} pp={pp} cp={cp} are {dp * replica}, "
-            f"and n_gpus={count}"
+            f"degrees that agree with the devices: dp={dp} {given} are {dp * replica}, and n_gpus={count}"
+            if cell(row, "dp")
+            else f"degrees that agree with the devices: {given} are {replica}, which does not divide "
+            f"n_gpus={count}"
         )
     return {"dp": dp, "tp": tp, "pp": pp, "cp": cp, "ep": ep}
 
