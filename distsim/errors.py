@@ -65,7 +65,7 @@ class PlanError(DistsimError, ValueError):
 
 
 class OptionError(DistsimError, TypeError):
-    """A call or a command has no option of that name."""
+    """A call or a command has no option of that name, or what is given is of another type than it may be."""
 
 
 class ScheduleError(DistsimError, ValueError):
@@ -74,6 +74,13 @@ class ScheduleError(DistsimError, ValueError):
 
 class SimulationError(DistsimError, ValueError):
     """A function cannot be simulated or computed with what was given."""
+
+
+class UnknownDeviceError(SimulationError, KeyError):
+    """A device does not occur in what was simulated."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]) if self.args else ""
 
 
 class PartitionError(DistsimError, ValueError):
@@ -120,3 +127,12 @@ def shortened(value: object, limit: int = 40) -> str:
     """The repr of a value from outside, cut so that an error stays one readable line."""
     text = repr(value)
     return text if len(text) <= limit else f"{text[:limit]}..."
+
+
+def wrong_type(name: str, value: object, may_be: str) -> OptionError:
+    """Return the error that what is given under a name is none of what it may be.
+
+    >>> print(wrong_type("cluster", 3, "a preset's name"))
+    cluster=3 is of type int; it may be a preset's name
+    """
+    return OptionError(f"{name}={shortened(value)} is of type {type(value).__name__}; it may be {may_be}")

@@ -365,6 +365,12 @@ def test_search_of_clusters_is_what_the_command_finds(capsys, tmp_path):
         ({"resume": True}, PlanError, "goes on with a --journal"),
         ({"dask": "tcp://x:1", "workers": 2}, PlanError, "give one of them"),
         ({"wokers": 2}, OptionError, "did you mean workers"),
+        ({"workers": "2"}, OptionError, "it may be a whole number, RemoteWorkers or None"),
+        ({"tokens": [1]}, OptionError, "it may be a number, text or None"),
+        ({"plan": ["tp=1"]}, OptionError, "it may be text as"),
+        ({"plan": {"tp": []}}, PlanError, "'tp=' is not field=value"),
+        ({"cluster": [3]}, OptionError, "cluster=3 is of type int"),
+        ({"top": "3"}, OptionError, "top='3' is of type str; it may be a whole number"),
     ],
 )
 def test_what_cannot_be_searched_is_refused(options, error, said):

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, cast
 
 import msgspec
 
-from distsim.errors import TopologyError
+from distsim.errors import TopologyError, wrong_type
 from distsim.hardware.units import BYTES, FLOPS, FREQUENCY, NUMBER, POWER, PRICE, RATE, SECONDS, SHARE, Units
 from distsim.ir.kernel_rates import ATTENTION_KERNELS, KINDS_OF_UNCERTAINTY, KINDS_OF_WORK, WAYS_TO_LAUNCH
 from distsim.suggestions import choices_for
@@ -260,6 +260,31 @@ def _is_table(value: object) -> bool:
 
 def _is_list(value: object) -> bool:
     return isinstance(value, list)
+
+
+Settings = str | Sequence[str] | Mapping[str, str | float]
+"""Figures that replace others: ``KEY=VALUE``, one or several, or a mapping of keys to values."""
+
+
+def settings_of(given: Settings) -> tuple[str, ...]:
+    """Return settings as texts.
+
+    Raises :class:`OptionError` for what is none.
+
+    >>> settings_of({"device.memory": "40GiB", "devices_per_node": 4}), settings_of("device.memory=40GiB")
+    (('device.memory=40GiB', 'devices_per_node=4'), ('device.memory=40GiB',))
+    """
+    may_be = "a mapping as {'device.memory': '40GiB'}, or text as device.memory=40GiB, one or a list of them"
+    if isinstance(given, str):
+        return (given,)
+    if isinstance(given, Mapping):
+        return tuple([f"{key}={value}" for key, value in given.items()])
+    if not isinstance(given, Sequence):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise wrong_type("set", given, may_be)
+    for each in given:
+        if not isinstance(each, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise wrong_type("set", each, may_be)
+    return tuple(given)
 
 
 def with_setting(table: Raw, setting: str) -> Raw:

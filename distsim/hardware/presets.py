@@ -9,6 +9,7 @@ nodes and ``[[slow]]`` those that are slow. ``settings`` change single figures: 
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -20,7 +21,7 @@ from typing import Any, cast
 
 import msgspec
 
-from distsim.errors import TopologyError
+from distsim.errors import TopologyError, wrong_type
 from distsim.hardware.cluster_file import bytes_of, cluster_table, located, raw_table
 from distsim.hardware.cluster_parts import device_of, level_of
 from distsim.hardware.cluster_table import (
@@ -37,9 +38,11 @@ from distsim.hardware.cluster_table import (
     LevelTable,
     NodesTable,
     Raw,
+    Settings,
     adds_level,
     left_out,
     merged,
+    settings_of,
     with_setting,
 )
 from distsim.hardware.units import HOUR, SECONDS, Units, parse_quantity, unit_named
@@ -47,6 +50,9 @@ from distsim.hardware.variation import slowed
 from distsim.ir.device import Device
 from distsim.ir.topology import Level, Topology
 from distsim.suggestions import choices_for, did_you_mean
+
+Name = str | os.PathLike[str]
+"""A preset, maybe with ``:nodes``, or the path of a file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +93,12 @@ def presets() -> tuple[str, ...]:
     return tuple(sorted(name.removesuffix(".toml") for name in names if name.endswith(".toml")))
 
 
-def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
+def load_cluster(name: Name, settings: Settings = ()) -> Topology:
     """The topology of a preset or of a ``.toml`` file, as one node or, with ``:count``, as several.
 
-    ``settings``: figures that replace those of the file, as ``KEY=VALUE``; where they say other
-    ``devices_per_node``, levels whose groups are a node follow, and there is none of nodes of one.
-    ``nodes=2`` are the first two of a file's ``[[nodes]]``.
+    ``settings``: figures that replace those of the file, as ``KEY=VALUE`` or a mapping of keys to values;
+    where they say other ``devices_per_node``, levels whose groups are a node follow, and there is none of
+    nodes of one. ``nodes=2`` are the first two of a file's ``[[nodes]]``.
 
     Raises :class:`TopologyError` for an unknown name, for a file that cannot be read (1 MiB at most) or
     has an unknown field, a missing one or a wrong unit, for a setting that is none, and for more than
@@ -152,25 +158,25 @@ def load_cluster(name: str, settings: Sequence[str] = ()) -> Topology:
         raise TopologyError(said if said.startswith(read.origin) else f"{read.origin}: {said}") from error
 
 
-def figures(name: str, settings: Sequence[str] = ()) -> tuple[Figure, ...]:
+def figures(name: Name, settings: Settings = ()) -> tuple[Figure, ...]:
     """Every figure of a preset or of a ``.toml`` file, with its unit and source."""
     return tuple(_read(name, settings).figures.values())
 
 
-def table_and_figures(name: str, settings: Sequence[str] = ()) -> tuple[ClusterTable, tuple[Figure, ...]]:
+def table_and_figures(name: Name, settings: Settings = ()) -> tuple[ClusterTable, tuple[Figure, ...]]:
     """The table of a preset or of a ``.toml`` file with all that is in its base, and its figures."""
     read = _read(name, settings)
     return read.table, tuple(read.figures.values())
 
 
-def figures_by_kind(name: str, settings: Sequence[str] = ()) -> tuple[tuple[int, tuple[Figure, ...]], ...]:
+def figures_by_kind(name: Name, settings: Settings = ()) -> tuple[tuple[int, tuple[Figure, ...]], ...]:
     """How many nodes there are of each of the ``[[nodes]]`` of a file, with the figures of its device; empty
     without any."""
     read = _read(name, settings)
     return tuple([(kind.count, _kind(read, kind)[1]) for kind in read.table.nodes])
 
 
-def describe(name: str, settings: Sequence[str] = ()) -> str:
+def describe(name: Name, settings: Settings = ()) -> str:
     """A preset as text: one line per figure, with where it comes from."""
     read = _read(name, settings)
     table, rows = read.table, list(read.figures.values())
@@ -255,7 +261,10 @@ def _folder() -> Traversable:
     return files("distsim.hardware") / "presets"
 
 
-def _read(name: str, settings: Sequence[str]) -> _ClusterFile:
+def _read(given: Name, settings: Settings) -> _ClusterFile:
+    if not isinstance(given, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise wrong_type("cluster", given, "a preset's name as dgx-a100:2, or the path of a .toml file")
+    name, settings = os.fspath(given), settings_of(settings)
     match = re.fullmatch(r"(.+?)(?::([0-9]{1,9}))?", name, re.DOTALL)
     if match is None:
         raise TopologyError(f"no cluster is named {name!r}; choose one of {', '.join(presets())}")

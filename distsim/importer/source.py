@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Mapping, Sequence
 from importlib.resources import as_file, files
 from typing import Any
 
-from distsim.errors import ImportModelError
-from distsim.importer.decoders import load_decoder, model_names
+from distsim.errors import ImportModelError, wrong_type
+from distsim.importer.decoders import config_in, load_decoder, model_names
 from distsim.importer.decoders.described import (
     read_coefficient,
     read_decimal,
@@ -34,8 +35,12 @@ BUNDLED = {"gpt2-onnx": "gpt2.onnx"}
 """Exports that come with distsim, in ``distsim/models/data``."""
 
 
+Source = str | os.PathLike[str] | Mapping[str, object]
+"""What names a model: a text, the path of a file, or the table that a ``config.json`` holds."""
+
+
 def load_model(
-    source: str,
+    source: Source,
     batch: int | None = None,
     bindings: str = "",
     parameters: Sequence[str] = (),
@@ -46,18 +51,24 @@ def load_model(
     """Return the forward function of a model.
 
     ``source``: the path of an ``.onnx`` file; ``gpt2-onnx``, an export that comes with distsim; the name of
-    a published model or the path of a Hugging Face ``config.json``, either with options that override its
-    fields (``llama3-8b:layers=4``); or a builder with its options, ``mlp:layers=16,width=8192``. ``batch``
-    binds the symbolic dimension of that name (of an export), the batch of a named model or the builder's
-    option; ``bindings`` (``seq=128,...``) binds others. ``parameters`` are patterns of graph inputs that are
-    parameters. ``groups``: in how many groups a sequence is routed to experts, and ``weighted``, of
-    :data:`distsim.models.mixture.WEIGHTED`, where its rows are multiplied by gates, if the text does not say.
-    The vocabulary of a named or configured model is padded to a multiple of ``vocabulary_multiple``.
+    a published model or the path of a Hugging Face ``config.json``, or of the folder that it is in, each with
+    options that override its fields (``llama3-8b:layers=4``), or the table that it holds; or a builder with
+    its options, ``mlp:layers=16,width=8192``. ``batch`` binds the symbolic dimension of that name (of an
+    export), the batch of a named model or the builder's option; ``bindings`` (``seq=128,...``) binds others.
+    ``parameters`` are patterns of graph inputs that are parameters. ``groups``: in how many groups a sequence
+    is routed to experts, and ``weighted``, of :data:`distsim.models.mixture.WEIGHTED`, where its rows are
+    multiplied by gates, if the text does not say. The vocabulary of a named or configured model is padded to
+    a multiple of ``vocabulary_multiple``.
 
     >>> load_model("mlp:layers=2,width=8", batch=4).inputs[0]
     x: f32[4, 8]
     """
     sizes = _pairs(bindings, "the sizes to bind")
+    if isinstance(source, Mapping):
+        return load_decoder(source, batch, sizes, parameters, groups, vocabulary_multiple, weighted)
+    if not isinstance(source, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise wrong_type("model", source, "text, a path, or a config.json as a mapping")
+    source = os.fspath(source)
     name, _, options = source.partition(":")
     if name in BUILDERS:
         own = {"seq"} & inspect.signature(BUILDERS[name]).parameters.keys()
@@ -82,8 +93,9 @@ def load_model(
     return load_decoder(source, batch, sizes, parameters, groups, vocabulary_multiple, weighted)
 
 
-def is_decoder(source: str) -> bool:
-    """Whether a text is the name of a published model, or the path of a Hugging Face ``config.json``.
+def is_decoder(source: Source) -> bool:
+    """Whether it is the name of a published model, or a Hugging Face ``config.json``: its path, the folder
+    that it is in, or what it holds.
 
     These say sizes, and nothing of the types in which a model is trained, as an export does, or a builder
     (``dtype=``).
@@ -91,10 +103,13 @@ def is_decoder(source: str) -> bool:
     >>> is_decoder("llama3-8b:layers=4"), is_decoder("gpt:layers=4"), is_decoder("step.onnx")
     (True, False, False)
     """
+    if isinstance(source, Mapping):
+        return True
+    source = os.fspath(source)
     name = source.partition(":")[0]
     if name in BUILDERS or source in BUNDLED or name.endswith(".onnx") or source.endswith(".onnx"):
         return False
-    return bool(source.partition(".json")[1]) or name in model_names()
+    return bool(source.partition(".json")[1]) or name in model_names() or config_in(name) is not None
 
 
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:

@@ -15,7 +15,7 @@ import onnx
 import onnx.numpy_helper
 from google.protobuf.message import DecodeError
 
-from distsim.errors import ImportModelError, ModelLimitError, TypeRuleError
+from distsim.errors import ImportModelError, ModelLimitError, TypeRuleError, wrong_type
 from distsim.importer.limits import MAX_FILE_BYTES, check_shape
 from distsim.ir.type import DType, Tensor, dtype_named
 from distsim.ops.float8 import EIGHT_BITS
@@ -26,6 +26,8 @@ _NAMES = {"FLOAT": "float32", "DOUBLE": "float64"}
 
 def read_bytes(path: str | os.PathLike[str], max_bytes: int) -> bytes:
     """Return the content of a regular file of at most ``max_bytes`` bytes."""
+    if not isinstance(path, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise wrong_type("path", path, "the path of a file")
     try:
         status = os.stat(path)
         if not stat.S_ISREG(status.st_mode):

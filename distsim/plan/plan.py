@@ -7,7 +7,7 @@ import re
 from dataclasses import dataclass, fields
 from typing import Any
 
-from distsim.errors import PlanError, shortened
+from distsim.errors import PlanError, shortened, wrong_type
 from distsim.plan.buckets import LAYERS, parse_bucket
 from distsim.plan.rank_layout import (
     MAX_DEGREE,
@@ -272,6 +272,8 @@ class Plan:
             PlanError: an item is not `key=value`, a key is unknown or repeated, or a value does
                 not fit its field; the message names the field, the value and the choices.
         """
+        if not isinstance(text, str):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise wrong_type("plan", text, "text as dp=2,tp=4; of fields there is distsim.Plan(dp=2, tp=4)")
         given: dict[str, Any] = {}
         for item in text.split(","):
             key, equals, value = (part.strip() for part in item.partition("="))

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-from distsim.errors import SimulationError
+from distsim.errors import SimulationError, wrong_type
 from distsim.extras import data_frame
 from distsim.plan import Plan
 from distsim.plan_search.columns import plan_columns, record_of
@@ -178,6 +178,8 @@ class SearchResult:
 
         Raises :class:`PlanError` for one that does not suit the model or the cluster.
         """
+        if not isinstance(plan, Plan):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise wrong_type("plan", plan, "a Plan, as of a trial, or distsim.Plan.parse('dp=2,tp=4')")
         made = self._evaluator.using(plan).simulate(plan)
         made.step = self.step.by(plan)
         return made

@@ -8,7 +8,7 @@ from math import inf
 from typing import Any
 
 from distsim.cost.cost_model import CostModel
-from distsim.errors import PartitionError, SimulationError
+from distsim.errors import SimulationError
 from distsim.extras import data_frame
 from distsim.ir import Device, Function, Op
 from distsim.ir.dead import brings_backward
@@ -24,9 +24,10 @@ from distsim.simulation.explain.text import html_table, rate_text, seconds_text
 from distsim.simulation.explain.walk import critical_path
 from distsim.simulation.memory.host import host_memory, program_host_memory
 from distsim.simulation.memory.peak import MemoryUse, peak_memory, saved_by_module
-from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
+from distsim.simulation.memory.program_memory import dearer_note, program_memory, program_saved_by_module
 from distsim.simulation.quantities import bytes_label
 from distsim.simulation.steady_state import full_program, microbatch_time, short_step_note, step_period
+from distsim.simulation.tasks.by_device import ByDevice, device_named
 from distsim.simulation.tasks.rank_classes import RankClasses, communicates, placement_classes
 from distsim.simulation.tasks.spans import Shares, Span, shares_of, spans_of
 from distsim.simulation.tasks.timeline import FlatTimeline, Timeline
@@ -116,7 +117,7 @@ class Simulation:
         """When each device ends its last task; 0.0 if it has none."""
         ends: list[float] = self.timeline.ends.tolist()
         of = self.classes.of
-        return {device: ends[of[device]] for device in sorted(of, key=lambda d: d.id)}
+        return ByDevice({device: ends[of[device]] for device in sorted(of, key=lambda d: d.id)})
 
     def throughput(self, samples: float) -> float:
         """Samples per second, for a step over this many samples, by :attr:`step_period`."""
@@ -152,8 +153,8 @@ class Simulation:
             for device in members[span.stream.rank_class]
         ]
 
-    def shares(self, device: Device) -> Shares:
-        """Return how a device spends the step."""
+    def shares(self, device: Device | str) -> Shares:
+        """Return how a device spends the step; it may be said by its name, ``"gpu:0"``."""
         return shares_of(self.timeline, self.class_of(device))
 
     @cached_property
@@ -195,22 +196,23 @@ class Simulation:
 
     @cached_property
     def memory(self) -> Mapping[Device, MemoryUse]:
-        """The peak of the memory in use on each device, and what it consists of.
+        """The peak of the memory in use on each device, or by its name, and what it consists of.
 
         Without a flush it is that of the steady state, as the throughput is: a step that is too short to fill
         the pipeline is looked at with more microbatches, their data included. Raises :class:`ScheduleError`
         for such a step of a table that is not of the catalogue.
         """
         if isinstance(self.simulated, Program):
-            return program_memory(full_program(self.simulated)).devices
-        return peak_memory(self.simulated)
+            return ByDevice(program_memory(full_program(self.simulated)).devices)
+        return ByDevice(peak_memory(self.simulated))
 
-    def saved_by_module(self, device: Device) -> Mapping[str, int]:
-        """Return what the activations of :attr:`memory` on a device consist of: bytes by module.
+    def saved_by_module(self, device: Device | str) -> Mapping[str, int]:
+        """Return what the activations of :attr:`memory` on a device, or by its name, are: bytes by module.
 
         The modules are those in the names of ops, as ``h.attention``, numbers left out; ``other`` is what ops
         without such a name compute, gradients on their way among it.
         """
+        device = device_named(device, self.timestamps)
         if isinstance(self.simulated, Program):
             return program_saved_by_module(full_program(self.simulated), device)
         classes = placement_classes(self.simulated)
@@ -221,8 +223,8 @@ class Simulation:
     def peak_memory(self) -> dict[Device, int]:
         """Bytes in use on each device at its peak: see :attr:`memory`."""
         if isinstance(self.simulated, Program):
-            return program_memory(full_program(self.simulated)).peak_of_devices()
-        return {device: use.peak for device, use in self.memory.items()}
+            return ByDevice(program_memory(full_program(self.simulated)).peak_of_devices())
+        return ByDevice({device: use.peak for device, use in self.memory.items()})
 
     @cached_property
     def host_memory(self) -> Mapping[Device, int]:
@@ -231,8 +233,8 @@ class Simulation:
         Of the same step as :attr:`memory`. What a host has is not known here: ``fits`` is of devices.
         """
         if isinstance(self.simulated, Program):
-            return program_host_memory(full_program(self.simulated))
-        return host_memory(self.simulated)
+            return ByDevice(program_host_memory(full_program(self.simulated)))
+        return ByDevice(host_memory(self.simulated))
 
     @property
     def fits(self) -> bool:
@@ -246,7 +248,11 @@ class Simulation:
         if not isinstance(simulated, Program):
             return ()
         short = short_step_note(simulated.schedule)
-        return (*simulated.notes, *_dearer(simulated), *([f"{short}, as memory is given"] if short else []))
+        return (
+            *simulated.notes,
+            *dearer_note(simulated, full_program),
+            *([f"{short}, as memory is given"] if short else []),
+        )
 
     @cached_property
     def flops(self) -> float:
@@ -370,29 +376,12 @@ class Simulation:
             ("memory", f"{memory}, {'fits' if self.fits else 'OUT OF MEMORY'}"),
         ]
 
-    def class_of(self, device: Device) -> int:
-        """Return the rank class of a device; raise :class:`SimulationError` if it does not occur."""
-        found = self.classes.of.get(device)
-        if found is None:
-            raise SimulationError(f"{device} does not occur in {self.name}")
-        return found
-
-
-def _dearer(program: Program) -> list[str]:
-    """Say so if the fullest device has more in use than if nothing were recomputed."""
-    if program.saving_all is None:
-        return []
-    try:
-        plain = program.saving_all()
-    except PartitionError:  # no split of that one fits in memory
-        return []
-    own, other = (max(program_memory(full_program(each)).peaks) for each in (program, plain))
-    if own <= other:
-        return []
-    return [
-        f"recomputation saves no memory here: the fullest device has {own:,} bytes in use, with remat=none "
-        f"{other:,}"
-    ]
+    def class_of(self, device: Device | str) -> int:
+        """Return the rank class of a device, or of a name; raise :class:`UnknownDeviceError` for others."""
+        of = self.classes.of
+        return of[
+            device_named(device, self.timestamps) if isinstance(device, str) or device not in of else device
+        ]
 
 
 def _op_flops(op: Op) -> float:

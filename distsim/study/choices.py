@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
@@ -126,4 +125,4 @@ class Choices:
 
 
 def _says_no_types(model: Model) -> bool:
-    return not isinstance(model, Function) and is_decoder(os.fspath(model))
+    return not isinstance(model, Function) and is_decoder(model)

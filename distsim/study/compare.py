@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from distsim.errors import OptionError
+from distsim.errors import OptionError, wrong_type
 from distsim.report.difference import StepComparison, parts_title
 from distsim.report.figures import DEVICE, StepFigures
 from distsim.simulation import Simulation
@@ -31,6 +31,9 @@ def compare(*steps: Simulation, by: str = DEVICE) -> StepComparison:
     >>> sum(part.seconds for part in found.differences(1)) > 0  # tp takes longer
     True
     """
+    for step in steps:
+        if not isinstance(step, Simulation):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise wrong_type("step", step, "what distsim.simulate returns; of a list it is compare(*steps)")
     if by not in WAYS:
         raise OptionError(f"by={by!r:.40} is not one of {choices_for(by, WAYS)}")
     return StepComparison(tuple([_figures(step, by) for step in steps]), parts_title(by))

@@ -7,19 +7,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
-from distsim.errors import OptionError
 from distsim.importer.configs import TrainingConfig
+from distsim.importer.decoders import config_label
 from distsim.ir import Function
 from distsim.plan import Plan
 from distsim.plan.stacks import Stack
 from distsim.schedule import Schedule
-from distsim.suggestions import did_you_mean
 from distsim.transforms.autodiff.optimizers import Named
 from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.kernels.policies import Kernels
 
-Model = str | os.PathLike[str] | Function
-"""A model: a text as the command line takes it, the path of a file, or a function."""
+Model = str | os.PathLike[str] | Function | Mapping[str, object]
+"""A model: a text as the command line takes it, the path of a file, the table that a ``config.json`` of
+Hugging Face holds, or a function."""
 
 SIZES, BACKWARD, TRAINING, LAYOUT = "sizes", "backward", "training", "layout"
 """What a field of :class:`ModelOptions` is of: the sizes, which a function has; what a model that brings its
@@ -66,6 +66,8 @@ class ModelOptions:
     @property
     def label(self) -> str:
         """What the model is called."""
+        if isinstance(self.model, Mapping):
+            return config_label(self.model)
         return self.model.name if isinstance(self.model, Function) else os.fspath(self.model)
 
     def given(self, kind: str) -> list[str]:
@@ -109,7 +111,7 @@ def option_of(name: str) -> str:
 
 
 class TrainingKeywords(TypedDict, total=False):
-    """The fields of :class:`ModelOptions` that a call gives by name."""
+    """The fields of :class:`ModelOptions` that a call gives by name; one text is a list of it."""
 
     bind: Sequence[str]
     parameters: Sequence[str]
@@ -132,20 +134,6 @@ class SimulationKeywords(TrainingKeywords, total=False):
     jitter: float
     seed: int
     schedule: Schedule | str | os.PathLike[str] | None
-
-
-def check_keywords(what: str, given: Mapping[str, Any], known: type[Any]) -> None:
-    """Raise :class:`OptionError` for a keyword that is none of those of a TypedDict.
-
-    >>> check_keywords("simulate", {"optimzer": "sgd"}, SimulationKeywords)
-    Traceback (most recent call last):
-    distsim.errors.OptionError: simulate has no option 'optimzer'; did you mean optimizer?
-    """
-    names = list(known.__annotations__)
-    for name in given:
-        if name not in names:
-            hint = did_you_mean(name, names) or f"; choose from {', '.join(names)}"
-            raise OptionError(f"{what} has no option {name!r}{hint}")
 
 
 class OptionsRecord(Protocol):

@@ -14,11 +14,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Unpack, overload
+from typing import Unpack, overload
 
 from distsim.errors import PlanError, SimulationError
+from distsim.hardware.cluster_table import settings_of
 from distsim.ir import Function, Topology, pformat
 from distsim.plan import Plan
+from distsim.plan.fields import PlanSets
 from distsim.plan_search.evaluation import SearchProblem
 from distsim.plan_search.journal import check_new
 from distsim.plan_search.results import SearchResult
@@ -29,10 +31,11 @@ from distsim.plan_search.views.cluster_comparison import ClusterComparison
 from distsim.plan_search.workers import RemoteWorkers, dask_workers
 from distsim.report.progress import Progress
 from distsim.schedule.refusals import count
+from distsim.study.arguments import model_given, plan_given, sets_given, taken
 from distsim.study.choices import Choices
 from distsim.study.clusters import Cluster, SizedCluster, sized_clusters
-from distsim.study.options import Model, ModelOptions, check_keywords, options_of, says
-from distsim.study.search_options import SearchKeywords, SearchOptions
+from distsim.study.options import Model, ModelOptions, options_of, says
+from distsim.study.search_options import SearchKeywords, SearchOptions, SearchPlaces
 from distsim.study.training_step import training_step
 
 Clusters = list[str] | list[Topology] | list[Cluster] | tuple[Cluster, ...]
@@ -43,7 +46,7 @@ Clusters = list[str] | list[Topology] | list[Cluster] | tuple[Cluster, ...]
 def search(
     model: Model,
     cluster: Cluster,
-    plan: str = "",
+    plan: str | PlanSets | None = None,
     batch: int | None = None,
     seq: int | None = None,
     objective: str = "time",
@@ -57,7 +60,7 @@ def search(
 def search(
     model: Model,
     cluster: Cluster | Clusters,
-    plan: str = "",
+    plan: str | PlanSets | None = None,
     batch: int | None = None,
     seq: int | None = None,
     objective: str = "time",
@@ -72,7 +75,7 @@ def search(
 def search(
     model: Model,
     cluster: Clusters,
-    plan: str = "",
+    plan: str | PlanSets | None = None,
     batch: int | None = None,
     seq: int | None = None,
     objective: str = "time",
@@ -85,7 +88,7 @@ def search(
 def search(
     model: Model,
     cluster: Cluster | Clusters,
-    plan: str = "",
+    plan: str | PlanSets | None = None,
     batch: int | None = None,
     seq: int | None = None,
     objective: str = "time",
@@ -96,9 +99,10 @@ def search(
     """Return the best plans of a model on all devices of a cluster, as ``distsim search`` finds them.
 
     ``model``, ``cluster``, ``batch`` and ``seq`` are as in :func:`distsim.simulate`. ``plan`` are sets of
-    values for fields of a plan, ``"tp=1|2|4,remat=*"``, and what is left open has the sensible ones
-    (``distsim search --help``). ``objective``: ``time`` of a step or ``memory`` of the fullest device, and of
-    clusters also ``cost``, ``tokens-per-dollar`` and ``energy``; ``top``: how many of the best are wanted.
+    values for fields of a plan, ``"tp=1|2|4,remat=*"`` or ``{"tp": [1, 2, 4], "remat": "*"}``, and what is
+    left open has the sensible ones (``distsim search --help``). ``objective``: ``time`` of a step or
+    ``memory`` of the fullest device, and of clusters also ``cost``, ``tokens-per-dollar`` and ``energy``;
+    ``top``: how many of the best are wanted.
 
     A list of clusters, or of ``gpus`` of them (``[8, 16]`` or ``"8,16"``), gives a
     :class:`ClusterComparison`: what was found on each by its name, and which is best. With ``tokens``
@@ -116,12 +120,17 @@ def search(
     >>> len(found.trials), found.best.plan.devices
     (2, 8)
     """
-    check_keywords("search", options, SearchKeywords)
     several = isinstance(cluster, list | tuple)
     clusters: Sequence[Cluster] = cluster if several else (cluster,)
-    given: dict[str, Any] = {**options, "clusters": clusters, "plan": plan, "gpus": gpus}
-    given |= {"objective": objective, "top": top}
-    asked = options_of(ModelOptions, {**options, "model": model, "batch": batch, "seq": seq})
+    given = taken("search", options, SearchKeywords)
+    by_place = {"batch": batch, "seq": seq, "objective": objective, "top": top, "gpus": gpus}
+    given |= taken("search", by_place, SearchPlaces)
+    given |= {"clusters": clusters, "model": model_given(model), "plan": sets_given(plan)}
+    given |= {
+        "against": plan_given(given.get("against"), "against"),
+        "set": settings_of(given.get("set", ())),
+    }
+    asked = options_of(ModelOptions, {**given, "plan": None})
     searches = ClusterSearches.of(asked, options_of(SearchOptions, given))
     found: dict[str, SearchResult] = {}
     for own, result in searches.run():

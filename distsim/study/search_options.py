@@ -6,9 +6,12 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import TypedDict
 
 from distsim.errors import OptionError, PlanError
+from distsim.hardware.cluster_table import Settings
 from distsim.plan import Plan
+from distsim.plan.fields import PlanFields
 from distsim.plan_search.training.estimate import OBJECTIVES, PUE, Training
 from distsim.plan_search.training.goodput import FAILURES, RESTART, STORAGE, Reliability
 from distsim.plan_search.workers import RemoteWorkers
@@ -151,13 +154,23 @@ def _check_positive(name: str, value: float | None) -> None:
         raise PlanError(f"--{name} {value:g}: a number more than 0")
 
 
+class SearchPlaces(TypedDict, total=False):
+    """What a search is given by place, where the types say all of it."""
+
+    batch: int | None
+    seq: int | None
+    objective: str
+    top: int
+    gpus: int | str | Sequence[int] | None
+
+
 class SearchKeywords(TrainingKeywords, total=False):
     """How a model is trained, and those of :class:`SearchOptions` that a call gives by name."""
 
-    set: Sequence[str]
+    set: Settings
     max_tp: int | None
-    against: str | Plan | None
-    workers: int | RemoteWorkers
+    against: str | PlanFields | Plan | None
+    workers: int | RemoteWorkers | None
     dask: str | None
     journal: str | os.PathLike[str] | None
     resume: bool

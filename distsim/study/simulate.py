@@ -4,25 +4,28 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Unpack
+from typing import Unpack
 
 from distsim.compose import parallelize
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.errors import PlanError, TopologyError
 from distsim.hardware import load_cluster
+from distsim.hardware.cluster_table import Settings, settings_of
 from distsim.hardware.variation import in_use
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology
 from distsim.plan import Plan
+from distsim.plan.fields import PlanFields
 from distsim.plan_search.space import ModelTraits
 from distsim.program.program import Program
 from distsim.report.progress import Progress
 from distsim.schedule import Schedule, read_csv
 from distsim.simulation import Disturbances, Simulation, Simulator
 from distsim.simulation.trained_step import PlannedStep
+from distsim.study.arguments import argument, model_given, plan_given, taken
 from distsim.study.choices import Choices
 from distsim.study.layout import lay_out, plan_asked
 from distsim.study.options import (
@@ -30,7 +33,6 @@ from distsim.study.options import (
     Model,
     ModelOptions,
     SimulationKeywords,
-    check_keywords,
     options_of,
 )
 from distsim.study.training_step import training_step
@@ -40,19 +42,20 @@ from distsim.transforms.kernels.policies import Kernels
 def simulate(
     model: Model,
     cluster: str | os.PathLike[str] | Topology,
-    plan: str | Plan = "dp=1",
+    plan: str | PlanFields | Plan | None = None,
     batch: int | None = None,
     seq: int | None = None,
-    set: Sequence[str] = (),
+    set: Settings = (),
     **options: Unpack[SimulationKeywords],
 ) -> Simulation:
     """Return the simulation of one training step, as ``distsim simulate`` with the same options.
 
     ``model``: a name (:func:`distsim.importer.model_names`), a ``config.json`` of Hugging Face or an
-    ``.onnx`` file by its path, a builder with its sizes (``mlp:layers=16,width=8192``), or a function built
-    in Python: a forward pass, or one that brings its backward pass. ``cluster``: a preset, maybe with
-    ``:nodes``, a ``.toml`` file, or a :class:`Topology`; ``set`` changes its figures
-    (``device.memory=40GiB``). ``plan``: a text, of which the stack says what it leaves open, or a
+    ``.onnx`` file by its path, the table that a ``config.json`` holds, a builder with its sizes
+    (``mlp:layers=16,width=8192``), or a function built in Python: a forward pass, or one that brings its
+    backward pass. ``cluster``: a preset, maybe with ``:nodes``, a ``.toml`` file, or a :class:`Topology`;
+    ``set`` changes its figures (``{"device.memory": "40GiB"}``, or text as ``device.memory=40GiB``).
+    ``plan`` (``dp=1``): a text or a mapping of fields, of which the stack says what they leave open, or a
     :class:`Plan`, which is as it is. ``batch`` samples a step of ``seq`` tokens each.
     ``options`` are those of :class:`SimulationKeywords`, as text or as what the text names:
     ``precision="mixed"``, ``stack="megatron"``, ``optimizer=Adam(lr=1e-4)``.
@@ -61,31 +64,34 @@ def simulate(
     memory than there is is no error: see :attr:`Simulation.fits`.
 
     >>> import distsim
-    >>> step = distsim.simulate("gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100", "dgx-a100", "dp=2,tp=2", 8)
+    >>> gpt = "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100"
+    >>> step = distsim.simulate(gpt, "dgx-a100", {"dp": 2, "tp": 2}, batch=8)
     >>> step.fits, step.known_step.tokens, len(step.timestamps)
     (True, 256, 4)
     """
-    check_keywords("simulate", options, SimulationKeywords)
-    given: Mapping[str, Any] = {**options, "model": model, "batch": batch, "seq": seq, "plan": plan}
+    given = {**taken("simulate", options, SimulationKeywords), "model": model_given(model)}
+    given |= {name: argument(name, own, int | None) for name, own in (("batch", batch), ("seq", seq))}
+    given["plan"] = plan_given(plan)
     place = cluster_label(cluster), topology_of(cluster, set)
     engine = options_of(EngineOptions, given)
     return simulated(options_of(ModelOptions, given), place, engine, Progress()).simulation
 
 
-def topology_of(cluster: str | os.PathLike[str] | Topology, settings: Sequence[str] = ()) -> Topology:
+def topology_of(cluster: str | os.PathLike[str] | Topology, settings: Settings = ()) -> Topology:
     """Return a cluster by its name or file with figures changed; a topology is as it is.
 
     Raises :class:`TopologyError` for what :func:`load_cluster` refuses, and for changes of a topology.
     """
     if not isinstance(cluster, Topology):
-        return load_cluster(os.fspath(cluster), settings)
-    if settings:
-        raise TopologyError(f"{cluster} is made: change figures where it is, not by {settings[0]}")
+        return load_cluster(cluster, settings)
+    if changes := settings_of(settings):
+        raise TopologyError(f"{cluster} is made: change figures where it is, not by {changes[0]}")
     return cluster
 
 
 def cluster_label(cluster: str | os.PathLike[str] | Topology) -> str:
-    """Return what a cluster is called."""
+    """Return what a cluster is called; raises :class:`OptionError` for what is none."""
+    argument("cluster", cluster, str | os.PathLike[str] | Topology)
     return str(cluster) if isinstance(cluster, Topology) else os.fspath(cluster)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 
 from distsim.console.terminal import say
@@ -91,9 +90,8 @@ def _read(options: ModelOptions, choices: Choices, plan: Plan) -> Function:
     config = options.from_file
     if config is not None and config.sizes is not None:
         return config.function(options.batch, options.seq, plan.sequence_parts, multiple)
-    source = os.fspath(options.model)
     parts, weighted = plan.sequence_parts, choices.stack.weighted
-    return load_model(source, options.batch, bindings, patterns, parts, multiple, weighted)
+    return load_model(options.model, options.batch, bindings, patterns, parts, multiple, weighted)
 
 
 def _widest(function: Function) -> DType:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
+from pathlib import Path
 from typing import Any
 
 from distsim.errors import ImportModelError, PlanError
@@ -46,20 +47,38 @@ def _read(key: str, text: str) -> Any:
     return read_number(key, text, 0 if key in _COUNTS_FROM_ZERO else 1)
 
 
-def decoder_sizes(source: str, weighted: str = WEIGHTED[0]) -> tuple[DecoderSizes, dict[str, Any]]:
+Source = str | Mapping[str, object]
+"""A decoder: a text that names it, or the table that its ``config.json`` holds."""
+
+
+def config_label(config: Mapping[str, object]) -> str:
+    """Return what the table of a ``config.json`` is called.
+
+    >>> config_label({"model_type": "llama"})
+    'llama config'
+    """
+    family = config.get("model_type")
+    return f"{family[:40]} config" if isinstance(family, str) else "config"
+
+
+def decoder_sizes(source: Source, weighted: str = WEIGHTED[0]) -> tuple[DecoderSizes, dict[str, Any]]:
     """Return the sizes of the decoder that a text names, and its options that are none of them.
 
-    ``source``: one of :func:`model_names` or the path of a ``config.json``, with ``:option=value,...`` behind
-    it. ``weighted``: where rows of experts are, if the text does not say. Raises :class:`ImportModelError`
-    when it is neither, or has no such option.
+    ``source``: one of :func:`model_names`, or the path of a ``config.json`` or of the folder that it is in,
+    with ``:option=value,...`` behind it; or the table that such a file holds. ``weighted``: where rows of
+    experts are, if the text does not say. Raises :class:`ImportModelError` when it is neither, or has no such
+    option.
 
     >>> sizes, given = decoder_sizes("llama3-8b:layers=4,seq=4096")
     >>> sizes.layers, given
     (4, {'seq': 4096})
     """
-    match = re.fullmatch(r"(.+\.json|[^:]*)(?::(.*))?", source, re.DOTALL)
-    name, options = (match[1], match[2] or "") if match else (source, "")
-    sizes = sizes_from_hf(name) if name.endswith(".json") else named_sizes(name)
+    if isinstance(source, Mapping):
+        name, options, sizes = config_label(source), "", sizes_from_hf(source)
+    else:
+        name, options = _name_and_options(source)
+        folder = config_in(name)
+        sizes = sizes_from_hf(folder or name) if folder or name.endswith(".json") else named_sizes(name)
     given: dict[str, Any] = {}
     for key, text in split_options(options, name).items():
         if key not in WHERE and key not in _INPUT:
@@ -78,8 +97,29 @@ def decoder_sizes(source: str, weighted: str = WEIGHTED[0]) -> tuple[DecoderSize
     return sizes, {key: value for key, value in given.items() if key in _INPUT}
 
 
+def _name_and_options(source: str) -> tuple[str, str]:
+    """Return the name or path in a text, and the options behind it."""
+    match = re.fullmatch(r"(.+\.json|[^:]*)(?::(.*))?", source, re.DOTALL)
+    return (match[1], match[2] or "") if match else (source, "")
+
+
+def config_in(name: str) -> Path | None:
+    """Return the ``config.json`` in a folder; None for what is no folder, and for the name of a model."""
+    try:
+        if not name or name in model_names() or not Path(name).is_dir():
+            return None
+    except (OSError, ValueError):  # no path: too long, or with a null byte
+        return None
+    found = Path(name) / "config.json"
+    if not found.is_file():
+        raise ImportModelError(
+            f"{name} is a folder without a config.json, as a model of Hugging Face has one"
+        )
+    return found
+
+
 def load_decoder(
-    source: str,
+    source: Source,
     batch: int | None,
     bindings: Mapping[str, int],
     parameters: Sequence[str],
@@ -96,6 +136,8 @@ def load_decoder(
     token names.
     """
     sizes, given = decoder_sizes(source, weighted)
+    if isinstance(source, Mapping):
+        source = config_label(source)
     if parameters:
         raise ImportModelError(f"{source}: its parameters are known; --parameters is for graph inputs")
     bound = {**bindings} if batch is None else {**bindings, "batch": batch}
@@ -107,7 +149,7 @@ def load_decoder(
         if other is not None:
             raise ImportModelError(f"{key} is given twice, {other} and {size}; give it once")
         given[key] = size
-    file = source.rpartition("/")[2].partition(":")[0]
+    file = _name_and_options(source)[0].rstrip("/").rpartition("/")[2].removesuffix(" config")
     return decoder_of(sizes, given, file.removesuffix(".json"), groups, vocabulary_multiple)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
-from distsim.errors import ImportModelError, PlanError
+from distsim.errors import ImportModelError, PlanError, wrong_type
 from distsim.importer.decoders.class_defaults import CLASS_DEFAULTS
 from distsim.importer.decoders.config_fields import ConfigFields, read_config
 from distsim.ir import DType, Float32, Function
@@ -94,6 +94,8 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
     if isinstance(config, Mapping):
         origin, table = origin or "config", config
     else:
+        if not isinstance(config, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise wrong_type("config", config, "the path of a config.json, or what it holds as a mapping")
         origin, table = os.fspath(config), read_config(config)
     family = table.get("model_type")
     defaults = CLASS_DEFAULTS.get(family, {}) if isinstance(family, str) else {}

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
+from distsim.errors import PartitionError
 from distsim.ir import Device, Function, Op, Role, Value
 from distsim.program.program import Program
 from distsim.program.table import EVERY, BoundBlock, Key, Table
@@ -50,6 +51,26 @@ def program_saved_by_module(program: Program, device: Device) -> dict[str, int]:
     """
     rank = next(n for n, mesh in enumerate(program.mesh.slices("pp")) if device in mesh.devices)
     return saved_by_module((_RankWriter(program, rank).written()), OneRank(), program.parts.held)[0]
+
+
+def dearer_note(program: Program, full: Callable[[Program], Program]) -> list[str]:
+    """Say so if the fullest device has more in use than if nothing were recomputed.
+
+    ``full``: returns the program whose memory is that of a program, as of one too short to fill the pipeline.
+    """
+    if program.saving_all is None:
+        return []
+    try:
+        plain = program.saving_all()
+    except PartitionError:  # no split of that one fits in memory
+        return []
+    own, other = (max(program_memory(full(each)).peaks) for each in (program, plain))
+    if own <= other:
+        return []
+    return [
+        f"recomputation saves no memory here: the fullest device has {own:,} bytes in use, with remat=none "
+        f"{other:,}"
+    ]
 
 
 @dataclass(frozen=True, eq=False)
