@@ -4,6 +4,7 @@ import json
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 from cli_cases import (
     ONNX_MLP,
@@ -11,7 +12,9 @@ from cli_cases import (
     run,
 )
 
+import distsim
 from distsim.cli import main
+from distsim.errors import PlanError
 from distsim.hardware import presets
 from distsim.simulation.explain.interval import correction
 
@@ -350,8 +353,33 @@ def test_own_runs_are_a_line_of_the_summary(capsys):
     )
     assert own / seconds == pytest.approx(correction([1.2] * 3), rel=2e-3)
     assert "3 runs took 1.2 times as long as predicted" in out
+    rates = [float(each) for each in re.findall(r"([0-9.e+]+) samples/s", out)]
+    assert rates[0] == pytest.approx(rates[1] / correction([1.2] * 3), rel=1e-5)
+    assert "what follows is not corrected\nthroughput " in out
     assert "look for what differs" not in out
     assert "look for what differs" in simulate(capsys, MLP, "--batch", 8, "--own-runs", 3, 3)
+
+
+def test_own_runs_are_in_json_and_python_beside_what_they_correct(capsys):
+    ratios = [1.2, 1.1, 1.3]
+    printed = json.loads(simulate(capsys, MLP, "--batch", 8, "--json", "--own-runs", *ratios))
+    step = distsim.simulate(MLP, "dgx-a100", batch=8, own_runs=ratios)
+    plain = distsim.simulate(MLP, "dgx-a100", batch=8)
+    assert printed == step.to_dict()
+    names = ("own_runs", "corrected_step_s", "corrected_low_s", "corrected_high_s")
+    assert [plain.to_dict()[name] for name in names] == [[], None, None, None]
+    assert {n: v for n, v in printed.items() if n not in names} == {
+        n: v for n, v in plain.to_dict().items() if n not in names
+    }
+    own = plain.interval(own=ratios)
+    assert [printed[name] for name in names] == [
+        ratios,
+        plain.step_period * correction(ratios),
+        own.low,
+        own.high,
+    ]
+    with pytest.raises(PlanError, match="with --kernels ops no host takes time"):
+        distsim.simulate(MLP, "dgx-a100", batch=8, kernels="ops", own_runs=1.1 * np.ones(1))
 
 
 @pytest.mark.parametrize(

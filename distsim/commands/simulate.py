@@ -34,7 +34,6 @@ from distsim.report.progress import Progress
 from distsim.schedule import Schedule, read_csv
 from distsim.schedule.refusals import count as count_of
 from distsim.simulation import Simulation
-from distsim.simulation.explain.interval import correction
 from distsim.simulation.explain.text import seconds_text
 from distsim.simulation.quantities import bytes_label
 from distsim.study.options import LAYOUT, TRAINING, EngineOptions, option_of, options_of
@@ -124,10 +123,10 @@ def run(options: argparse.Namespace) -> int:
         check_target(path)
     check_json(options.json)
     check_exports(options)
-    correction(options.own_runs)  # refused before anything is simulated
-    if options.own_runs and (options.kernels == "ops" or options.partition):
-        way = "--partition" if options.partition else "--kernels ops"
-        raise PlanError(f"--own-runs corrects a prediction, and with {way} no host takes time: leave one out")
+    if options.own_runs and options.partition:
+        raise PlanError(
+            "--own-runs corrects a prediction, and with --partition no host takes time: leave one out"
+        )
     if options.plot:
         check_format(options.plot, "a timeline")
     elif options.streams:
@@ -217,7 +216,7 @@ def _tell(options: argparse.Namespace, progress: Progress, step: StepReport) -> 
         say(for_terminal(f"{options.model} on {options.cluster}, {step.way}, batch {step.samples}\n"))
         if step.about:
             say(step.about)
-        summary = summarize(simulation, step.samples, count_model_flops(step.function), options.own_runs)
+        summary = summarize(simulation, step.samples, count_model_flops(step.function))
         say(for_terminal(summary))
         for note in notes:
             say(for_terminal(f"note: {note}"))

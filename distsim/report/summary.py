@@ -38,13 +38,14 @@ def summarize(
     are those of steps that follow each other (:attr:`Simulation.step_period`), in the steady state where
     there is no flush; all else, as the shares of the devices, is of a single step, in which the pipeline
     fills and drains. Where that takes longer, both are said. ``own`` are
-    measured over predicted seconds of other steps on the same machine: a line says what these make of it.
+    measured over predicted seconds of other steps on the same machine (by default
+    :attr:`Simulation.own_runs`): lines say what these make of it, the others are without.
     """
     what = "" if simulation.trains else ", a forward pass: nothing is differentiated"
     lines = [f"{simulation.name}: {count(len(simulation.timestamps), 'device')}{what}"]
     lines += _step_time(simulation)
-    if own:
-        lines.append(_corrected(simulation, own))
+    if own := own or simulation.own_runs:
+        lines += _corrected(simulation, own, samples, model_flops)
     if samples is not None and simulation.step_period > 0:
         steady = "" if simulation.microbatch_time is None else " in the steady state"
         lines.append(f"throughput    {simulation.throughput(samples):.6g} samples/s{steady}")
@@ -91,17 +92,30 @@ def _trust(interval: Interval) -> str:
     return f" ({seconds_text(interval.low)} to {seconds_text(interval.high)}, {interval.level:.0%})"
 
 
-def _corrected(simulation: Simulation, own: Sequence[float]) -> str:
-    """Say how long the step takes by what one's own steps took."""
+def _corrected(
+    simulation: Simulation, own: Sequence[float], samples: float | None, model_flops: float | None
+) -> list[str]:
+    """Say how long the step takes by what one's own steps took, and its speed then."""
     interval = simulation.interval(own=own)
     trust = "" if interval is None else _trust(interval)
-    seconds = seconds_text(simulation.step_period * correction(own))
+    seconds = simulation.step_period * correction(own)
     runs = f"{count(len(own), 'run')} took {median(own):.3g} times as long as predicted"
     taken = f"{correction(own):.3g} times is taken, the nearer to it the more runs"
-    line = f"own runs      {seconds}{trust}: {runs}; {taken}"
+    lines = [f"own runs      {seconds_text(seconds)}{trust}: {runs}; {taken}"]
     if clash(own):
-        line += ". They do not fit what was predicted: look for what differs (plan, batch, kernels, cluster)"
-    return line
+        lines[0] += (
+            ". They do not fit what was predicted: look for what differs (plan, batch, kernels, cluster)"
+        )
+    speeds: list[str] = []
+    if samples is not None and seconds > 0:
+        speeds.append(f"{samples / seconds:.6g} samples/s")
+        if simulation.step is not None and simulation.step.sequence:
+            speeds.append(f"{rate_text(simulation.step.tokens / seconds)} tokens/s")
+        if model_flops is not None and simulation.peak_rate.total:
+            speeds.append(f"MFU {simulation.peak_rate.share(model_flops, seconds):.1%}")
+    if speeds:
+        lines.append(f"              that is {', '.join(speeds)}; what follows is not corrected")
+    return lines
 
 
 def _utilisation(simulation: Simulation, model_flops: float | None) -> list[str]:

@@ -10,16 +10,16 @@ from typing import Any
 from distsim.cost.cost_model import CostModel
 from distsim.errors import SimulationError
 from distsim.extras import data_frame
-from distsim.ir import Device, Function, Op
+from distsim.ir import Device, Function
 from distsim.ir.dead import brings_backward
-from distsim.ops import op_label, signature_of, work
+from distsim.ops import op_label
 from distsim.program.program import Program
 from distsim.schedule.refusals import count
 from distsim.simulation.explain.breakdown import breakdown
 from distsim.simulation.explain.critical_path import CriticalPath
 from distsim.simulation.explain.explain import explain
 from distsim.simulation.explain.explanation import Explanation
-from distsim.simulation.explain.interval import Interval, interval_of
+from distsim.simulation.explain.interval import Interval, correction, interval_of
 from distsim.simulation.explain.text import html_table, rate_text, seconds_text
 from distsim.simulation.explain.walk import critical_path
 from distsim.simulation.memory.host import host_memory, program_host_memory
@@ -28,10 +28,10 @@ from distsim.simulation.memory.program_memory import dearer_note, program_memory
 from distsim.simulation.quantities import bytes_label
 from distsim.simulation.steady_state import full_program, microbatch_time, short_step_note, step_period
 from distsim.simulation.tasks.by_device import ByDevice, device_named
-from distsim.simulation.tasks.rank_classes import RankClasses, communicates, placement_classes
+from distsim.simulation.tasks.rank_classes import RankClasses, placement_classes
 from distsim.simulation.tasks.spans import Shares, Span, shares_of, spans_of
 from distsim.simulation.tasks.timeline import FlatTimeline, Timeline
-from distsim.simulation.trained_step import PeakRate, PlannedStep
+from distsim.simulation.trained_step import PeakRate, PlannedStep, op_flops
 
 
 class Simulation:
@@ -68,6 +68,8 @@ class Simulation:
         """Simulate a program over another number of microbatches; None for a function."""
         self.step: PlannedStep | None = None
         """What it is a step of, if that was said: for throughput and MFU."""
+        self.own_runs: Sequence[float] = ()
+        """Measured over predicted seconds of other steps on the same machine, if some were told."""
 
     @property
     def name(self) -> str:
@@ -111,6 +113,11 @@ class Simulation:
             return self.step_time
         each = self.microbatch_time
         return step_period(self.timeline) if each is None else each * self.simulated.schedule.num_microbatches
+
+    @property
+    def corrected_period(self) -> float | None:
+        """:attr:`step_period` as :attr:`own_runs` correct it; None without any."""
+        return self.step_period * correction(self.own_runs) if self.own_runs else None
 
     @cached_property
     def timestamps(self) -> Mapping[Device, float]:
@@ -262,7 +269,7 @@ class Simulation:
         Over time and peak it gives the hardware utilisation (HFU); MFU wants the model's own FLOPs.
         """
         members = [len(group) for group in self.classes.members]
-        return float(sum(_op_flops(op) * members[c] * times for op, c, times, _ in self.timeline.op_runs))
+        return float(sum(op_flops(op) * members[c] * times for op, c, times, _ in self.timeline.op_runs))
 
     @cached_property
     def peak_rate(self) -> PeakRate:
@@ -317,6 +324,7 @@ class Simulation:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures as what JSON has; those of the step and its speed are None where not known."""
         step, interval = self.step, self.interval()
+        corrected = self.interval(own=self.own_runs) if self.own_runs else None
         fullest = max(self.memory, key=lambda device: self.memory[device].peak, default=None)
         use = None if fullest is None else self.memory[fullest]
         return {
@@ -330,6 +338,10 @@ class Simulation:
             "step_s": self.step_period,
             "low_s": None if interval is None else interval.low,
             "high_s": None if interval is None else interval.high,
+            "own_runs": list(self.own_runs),
+            "corrected_step_s": self.corrected_period,
+            "corrected_low_s": None if corrected is None else corrected.low,
+            "corrected_high_s": None if corrected is None else corrected.high,
             "samples_per_s": None if step is None else self.samples_per_second,
             "tokens_per_s": None if step is None or not step.sequence else self.tokens_per_second,
             "mfu": None if step is None else self.mfu,
@@ -382,8 +394,3 @@ class Simulation:
         return of[
             device_named(device, self.timestamps) if isinstance(device, str) or device not in of else device
         ]
-
-
-def _op_flops(op: Op) -> float:
-    demand = None if communicates(op) else work(signature_of(op))
-    return 0.0 if demand is None else demand.flops

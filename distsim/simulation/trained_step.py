@@ -8,8 +8,10 @@ from dataclasses import dataclass, field
 
 from distsim.cost.efficiency import matrix_type
 from distsim.ir import Device, Op, Topology
+from distsim.ops import signature_of, work
 from distsim.plan import Plan
 from distsim.schedule.refusals import count
+from distsim.simulation.tasks.rank_classes import communicates
 
 
 @dataclass(frozen=True)
@@ -121,3 +123,9 @@ class PeakRate:
         figure = f"{(self.each[0] if one else self.total) / 1e12:.4g} TFLOP/s"
         way = " each" if one and len(self.each) > 1 else ""
         return f"{figure}{way} ({self.dtype}, {count(len(self.each), 'device')})"
+
+
+def op_flops(op: Op) -> float:
+    """Return the FLOPs that a device executes for an op: none to communicate."""
+    demand = None if communicates(op) else work(signature_of(op))
+    return 0.0 if demand is None else demand.flops

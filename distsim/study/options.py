@@ -85,7 +85,8 @@ class ModelOptions:
 class EngineOptions:
     """How a step is simulated, as the options of ``distsim simulate`` of these names say.
 
-    ``overlap``: communication runs beside compute; ``schedule``: a table in place of a named schedule.
+    ``overlap``: communication runs beside compute; ``schedule``: a table in place of a named schedule;
+    ``own_runs``: measured over predicted seconds of other steps on the same machine, which correct this one.
     """
 
     strict: bool = False
@@ -94,6 +95,7 @@ class EngineOptions:
     jitter: float = 0.0
     seed: int = 0
     schedule: Schedule | str | os.PathLike[str] | None = None
+    own_runs: Sequence[float] = ()
 
 
 def says(value: object) -> bool:
@@ -134,6 +136,7 @@ class SimulationKeywords(TrainingKeywords, total=False):
     jitter: float
     seed: int
     schedule: Schedule | str | os.PathLike[str] | None
+    own_runs: Sequence[float]
 
 
 class OptionsRecord(Protocol):

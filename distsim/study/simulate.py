@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Unpack
@@ -17,6 +17,7 @@ from distsim.hardware.cluster_table import Settings, settings_of
 from distsim.hardware.variation import in_use
 from distsim.interpret import count_model_flops
 from distsim.ir import Function, Topology
+from distsim.ir.kernel_rates import WAYS_TO_LAUNCH
 from distsim.plan import Plan
 from distsim.plan.fields import PlanFields
 from distsim.plan_search.space import ModelTraits
@@ -24,6 +25,7 @@ from distsim.program.program import Program
 from distsim.report.progress import Progress
 from distsim.schedule import Schedule, read_csv
 from distsim.simulation import Disturbances, Simulation, Simulator
+from distsim.simulation.explain.interval import correction
 from distsim.simulation.trained_step import PlannedStep
 from distsim.study.arguments import argument, model_given, plan_given, taken
 from distsim.study.choices import Choices
@@ -58,7 +60,8 @@ def simulate(
     ``plan`` (``dp=1``): a text or a mapping of fields, of which the stack says what they leave open, or a
     :class:`Plan`, which is as it is. ``batch`` samples a step of ``seq`` tokens each.
     ``options`` are those of :class:`SimulationKeywords`, as text or as what the text names:
-    ``precision="mixed"``, ``stack="megatron"``, ``optimizer=Adam(lr=1e-4)``.
+    ``precision="mixed"``, ``stack="megatron"``, ``optimizer=Adam(lr=1e-4)``. With ``own_runs``, measured over
+    predicted seconds of other steps on that cluster, it has a :attr:`Simulation.corrected_period` too.
 
     Raises a :class:`DistsimError` that says what cannot be read, or does not fit; a step that needs more
     memory than there is is no error: see :attr:`Simulation.fits`.
@@ -149,6 +152,7 @@ def simulated(
     The simulation knows its step: samples, tokens, the model's FLOPs, the plan and what was assumed.
     """
     name, topology = cluster
+    _check_own_runs(options, engine.own_runs)
     order = _table(engine.schedule)
     asked = plan_asked(options.plan, order)
     function, choices = training_step(replace(options, plan=asked), progress)
@@ -177,7 +181,18 @@ def simulated(
         str(plan),
         tuple(notes),
     )
+    simulation.own_runs = engine.own_runs
     return SimulatedStep(simulation, function, plan, choices, plans.build, plans.simulate)
+
+
+def _check_own_runs(options: ModelOptions, ratios: Sequence[float]) -> None:
+    """Check that ratios of other steps can be, and correct a prediction of this one."""
+    correction(ratios)
+    if ratios and (kernels := Choices.of(options).kernels).way not in WAYS_TO_LAUNCH:
+        raise PlanError(
+            f"--own-runs corrects a prediction, and with --kernels {kernels.name} no host takes time: leave "
+            "one out"
+        )
 
 
 def _table(schedule: Schedule | str | os.PathLike[str] | None) -> Schedule | None:
