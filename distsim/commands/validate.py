@@ -90,6 +90,8 @@ def run(options: argparse.Namespace) -> int:
     outcomes = _outcomes(rows, options)
     accuracy = Accuracy(rows, outcomes)
     say(accuracy)
+    if options.tables and accuracy.comparisons:
+        say(f"\n{accuracy.ratios()}")
     if options.regret:
         say(f"\n{accuracy.recommendations()}")
     done = [outcome.took for outcome in outcomes if outcome.predicted]
@@ -157,7 +159,10 @@ def _progress(row: Row, outcome: Outcome, place: str) -> str:
     """Return a line about a row that is done."""
     if outcome.predicted:
         seconds = measured(row, "iter_time_s")
-        error = f"{outcome.seconds / seconds - 1:+.1%}" if seconds else "not measured"
+        error = "not measured"
+        if seconds:
+            ratio = seconds / outcome.seconds
+            error = f"{1 / ratio - 1:+.1%}, measured over predicted {ratio:.3f}"
         what = f"{outcome.seconds:.4g} s, {error}"
     else:
         what = f"missing: {outcome.missing}" if outcome.missing else f"FAILED: {outcome.failed}"

@@ -39,6 +39,9 @@ _LAYOUT_COLUMNS = (
 OWN_RUNS = (1, 3, 5)
 """How many measured steps of one's own are tried."""
 
+MOST_RATIOS = 20
+"""How many ratios of a source and its GPU are printed one by one."""
+
 _LAYOUTS = ("dp only", "tp", "pp", "tp+pp", "zero", "cp", "ep")
 _LONGEST_NAME = 58
 
@@ -154,6 +157,21 @@ class Accuracy:
                 cells += [each.row["id"], f"{each.measured:.4g} s"]
             rows.append([*cells, _layout_in(taken, group)])
         return "\n".join(table(header, rows, texts=1))
+
+    def ratios(self) -> str:
+        """Return measured over predicted seconds of each source and GPU, as ``--own-runs`` of other steps on
+        the same machine takes them; of more than :data:`MOST_RATIOS` the median."""
+        groups: dict[str, list[float]] = {}
+        for each in self.comparisons:
+            name = f"{source_of(each.row)}, {each.row.get('hw_gpu', '')}"
+            groups.setdefault(name, []).append(each.measured / each.outcome.seconds)
+        lines = ["measured over predicted seconds, which correct other steps on the same machine:"]
+        for name, found in groups.items():
+            shown = " ".join(f"{ratio:.3f}" for ratio in found)
+            if len(found) > MOST_RATIOS:
+                shown = f"{statistics.median(found):.3f} (the median of {len(found)})"
+            lines.append(f"  {name[:_LONGEST_NAME]}: --own-runs {shown}")
+        return "\n".join(lines)
 
     def _intervals(self) -> list[str]:
         known = [each for each in self.comparisons if each.has_interval]
