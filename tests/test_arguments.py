@@ -1,5 +1,6 @@
 """What calls in Python take beside text: mappings, NumPy's numbers, devices' names; what they say else."""
 
+import inspect
 import json
 import math
 from pathlib import Path
@@ -10,6 +11,10 @@ import pytest
 import distsim
 from distsim.errors import ImportModelError, OptionError, PlanError, TopologyError
 from distsim.hardware import load_cluster
+from distsim.importer.decoders import named_sizes
+from distsim.importer.decoders.near_families import _NEAR
+from distsim.importer.source import BUILDERS
+from distsim.models.overrides import options_of
 
 ROOT = Path(__file__).parents[1]
 GPT = "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100"
@@ -46,7 +51,7 @@ def test_what_a_notebook_has_as_mappings_is_what_the_text_says(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(config))
     for folder in (tmp_path, f"{tmp_path}:layers=2"):
         assert distsim.simulate(folder, *by).step_time == made.step_time
-    tried = distsim.search(config, "dgx-a100", FIELDS, 16, 64, workers=2, journal=tmp_path / "j")
+    tried = distsim.search(config, "dgx-a100", FIELDS, 16, 64, journal=tmp_path / "j")
     assert tried.best.text == distsim.search(str(tmp_path), "dgx-a100", FIELDS, 16, 64).best.text
 
 
@@ -112,3 +117,34 @@ def test_devices_are_found_by_the_names_that_tables_have(step):
     for unknown in (lambda: step.memory["gpu:4"], lambda: step.shares("gpu:4")):
         with pytest.raises(KeyError, match="'gpu:4' does not occur; there are gpu:0 to gpu:3"):
             unknown()
+
+
+def test_zero_without_ranks_to_divide_over_is_noted():
+    for plan, said in (("zero=3", True), ("zero=1,tp=2", True), ("dp=2,zero=3", False), ("tp=2", False)):
+        notes = distsim.simulate(GPT, "dgx-a100", plan, 8).known_step.notes
+        assert any("has no effect: it divides over the ranks of dp and cp" in note for note in notes) == said
+
+
+@pytest.mark.parametrize(
+    ("config", "near"),
+    [
+        ({"model_type": "gpt_neox", "num_hidden_layers": 44}, "gpt:layers=44, of learned positions"),
+        ({"model_type": "falcon", "hidden_size": 64, "num_attention_heads": "x"}, "gpt:hidden=64, with keys"),
+        ({"model_type": "gemma3", "text_config": {"hidden_size": 64}}, "gemma2-9b:hidden=64"),
+        ({"model_type": "mllama", "text_config": {"num_key_value_heads": 8}}, "llama:kv_heads=8, text alone"),
+        ({"model_type": "qwen2_moe", "num_experts": 60, "num_experts_per_tok": 4}, "moe:experts=60,top_k=4"),
+    ],
+)
+def test_a_family_that_is_not_read_says_what_comes_near(config, near):
+    with pytest.raises(ImportModelError) as raised:
+        distsim.load_model(config)
+    assert f"; near it comes {near}" in str(raised.value)
+
+
+def test_what_comes_near_has_the_options_that_are_said():
+    for near in _NEAR.values():
+        if near.model in BUILDERS:
+            known = inspect.signature(BUILDERS[near.model]).parameters.keys()
+        else:
+            known = {*options_of(named_sizes(near.model))}
+        assert near.fields.keys() <= {*known}

@@ -272,7 +272,7 @@ def test_options_that_a_model_does_not_have_are_not_offered():
     assert "seq" in str(caught.value) and "capacity" not in str(caught.value)
 
 
-def test_the_command_lists_names_and_counts(capsys):
+def test_the_command_lists_names_and_counts(capsys, tmp_path):
     assert main(["models"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["name", "params", "active_params", "embedding_params"]
@@ -287,6 +287,13 @@ def test_the_command_lists_names_and_counts(capsys):
         "embedding_params": 131072000,
     }
     assert (second["name"], second["params"]) == (path, 124439808)
+    (tmp_path / "config.json").write_text((CONFIGS / "gpt2.json").read_text())
+    gpt = "gpt:layers=12,hidden=768,vocab=50257"
+    assert main(["models", str(tmp_path), gpt, "moe", "mlp:layers=2,width=8", "--json"]) == 0
+    counts = [[*each.values()][1:] for each in json.loads(capsys.readouterr().out)]
+    # The head of gpt has its own weight.
+    assert counts[:2] == [[124439808, 124439808, 38597376], [163037184, 163037184, 38597376]]
+    assert counts[2:] == [[*first.values()][1:], [128, 128, 0]]
     assert main(["models", "nosuch"]) == 2
     assert main(["models", "llama3-8b:batch=3,seq=99999999"]) == 2
     assert "do not depend on batch, seq" in capsys.readouterr().err

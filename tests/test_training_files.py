@@ -319,9 +319,8 @@ def test_torchtitan_pipelines_and_hybrids(tmp_path):
     assert (other.model, other.sizes) == (None, None)
     assert "9B" in other.lacks
     assert other.fields["stages"] == "default"
-    single = read_torchtitan(
-        written(tmp_path, text.replace("shard_degree = 4", "shard_degree = 1"), "job.toml")
-    )
+    alone = text.replace("shard_degree = 4", "shard_degree = 1")
+    single = read_torchtitan(written(tmp_path, alone, "job.toml"))
     assert (plan(single, 4).zero, single.stack.precision) == (0, "amp")
 
 
@@ -332,6 +331,7 @@ def test_torchtitan_pipelines_and_hybrids(tmp_path):
         ({"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}, ("zero_quantized_weights",)),
         ({"zero_optimization": {"stage": 5}}, ("stage=5", "0 to 3")),
         ({"train_batch_size": 8, "optimizer": {"type": "OneBitAdam"}}, ("OneBitAdam",)),
+        ({"fp16": {"enabled": True}, "bf16": {"enabled": True}}, ("bf16 and fp16", "enable one")),
         ({"fruit": 1}, ("zero_optimization", "DeepSpeed")),
     ],
 )
@@ -365,8 +365,8 @@ def test_deepspeed_in_bfloat16_without_zero_sums_in_float32_and_divides_state(tm
         config = read_deepspeed(written(tmp_path, json.dumps(table), "ds.json"))
         assert (config.stack.name, config.stack.precision) == (name, precision)
         assert plan(config, 8) == Plan.parse(f"dp=8,{said},remat=none")
-    alone = written(tmp_path, '{"bf16": {"enabled": true}, "train_batch_size": 8}', "ds.json")
-    assert plan(read_deepspeed(alone), 1) == Plan.parse("remat=none")
+    alone = read_deepspeed(written(tmp_path, '{"bf16": {"enabled": true}, "train_batch_size": 8}', "ds.json"))
+    assert plan(alone, 1) == Plan.parse("remat=none")
 
 
 def test_batches_that_do_not_divide_say_what_would():

@@ -9,8 +9,8 @@ from distsim.commands.options.json_output import PRINTED, add_json, check_json, 
 from distsim.console.terminal import for_terminal, say
 from distsim.errors import ImportModelError
 from distsim.importer.decoders import decoder_sizes, model_names
-from distsim.models.decoder import ParameterCount, count_parameters
-from distsim.models.decoder_sizes import DecoderSizes
+from distsim.importer.source import BUILDERS, chosen_experts, load_model
+from distsim.models.decoder import ParameterCount, count_parameters, count_parameters_of
 from distsim.simulation.explain.text import table
 
 
@@ -19,7 +19,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model",
         nargs="*",
-        help="a name or a Hugging Face config.json, with options (llama3-8b:layers=4); by default all names",
+        help="a name, a Hugging Face config.json or its folder, with options (llama3-8b:layers=4), or a "
+        "builder (gpt:layers=2); by default all names",
     )
     add_json(parser)
 
@@ -28,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
     """Print the models."""
     check_json(options.json)
     names: list[str] = options.model or list(model_names())
-    counts = {name: count_parameters(_sizes(name)) for name in names}
+    counts = {name: _count(name) for name in names}
     if options.json:
         write_json(options.json, [{"name": name, **asdict(count)} for name, count in counts.items()])
     if options.json != PRINTED:
@@ -36,12 +37,14 @@ def run(options: argparse.Namespace) -> int:
     return 0
 
 
-def _sizes(name: str) -> DecoderSizes:
-    """Return the sizes of a model; an option that is none of them would have no effect here."""
+def _count(name: str) -> ParameterCount:
+    """Count the parameters of a model; an option that is no size of it would have no effect here."""
+    if name.partition(":")[0] in BUILDERS:
+        return count_parameters_of(load_model(name), *chosen_experts(name))
     sizes, given = decoder_sizes(name)
     if given:
         raise ImportModelError(f"{name}: parameters do not depend on {', '.join(given)}; leave it out")
-    return sizes
+    return count_parameters(sizes)
 
 
 def _table(counts: dict[str, ParameterCount]) -> str:

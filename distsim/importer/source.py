@@ -149,6 +149,20 @@ def _build(
     return builder(**{key: value for key, value in usual.items() if key in known} | given)
 
 
+def chosen_experts(source: str) -> tuple[int, int]:
+    """Return how many experts a token goes to, and of how many, by the text of a builder; 1 of 1 without any.
+
+    >>> chosen_experts("moe:experts=4"), chosen_experts("gpt:layers=2")
+    ((2, 4), (1, 1))
+    """
+    name, _, options = source.partition(":")
+    usual, given = inspect.signature(BUILDERS[name]).parameters, split_options(options, name)
+    if not {"top_k", "experts"} <= usual.keys():
+        return 1, 1
+    top_k, experts = (int(given[key] if key in given else usual[key].default) for key in ("top_k", "experts"))
+    return (top_k, experts) if experts else (1, 1)
+
+
 def _pairs(text: str, what: str) -> dict[str, int]:
     return {key: read_number(key, value) for key, value in split_options(text, what).items()}
 

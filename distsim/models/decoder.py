@@ -210,7 +210,7 @@ def _mask(top: PartMaker, window: int) -> Value:
 
 @dataclass(frozen=True)
 class ParameterCount:
-    """The parameters of a decoder.
+    """The parameters of a model.
 
     ``active_params``: without the experts that a token is not sent to; the embedding counts in full.
     ``embedding_params``: those of the table of tokens, which may be the output head's too.
@@ -228,10 +228,20 @@ def count_parameters(sizes: DecoderSizes) -> ParameterCount:
     >>> count_parameters(DecoderSizes(2, 16, 32, GroupedHeads(4, 2)))
     ParameterCount(params=8784, active_params=8784, embedding_params=512)
     """
-    function = decoder(sizes, 1, min(2, sizes.positions.context))
-    counts = {v.name: math.prod(as_tensor(v.type, v.name).shape) for v in function.parameters}
-    routed = sum(count for name, count in counts.items() if ".experts." in name)
-    total, active = sum(counts.values()), 0
-    if sizes.experts is not None:
-        active = routed * sizes.experts.top_k // sizes.experts.experts
-    return ParameterCount(total, total - routed + active, sizes.vocab * sizes.hidden)
+    top_k, experts = (1, 1) if sizes.experts is None else (sizes.experts.top_k, sizes.experts.experts)
+    return count_parameters_of(decoder(sizes, 1, min(2, sizes.positions.context)), top_k, experts)
+
+
+def count_parameters_of(function: Function, top_k: int = 1, experts: int = 1) -> ParameterCount:
+    """Count the parameters of a function of which a token meets ``top_k`` of so many experts.
+
+    >>> from distsim.models import mlp
+    >>> count_parameters_of(mlp(layers=2, width=8))
+    ParameterCount(params=128, active_params=128, embedding_params=0)
+    """
+    counts = {v: math.prod(as_tensor(v.type, v.name).shape) for v in function.parameters}
+    routed = sum(count for value, count in counts.items() if ".experts." in value.name)
+    embedded = {op.inputs[0] for op in function.ops if op.op_type == "Gather"}
+    total = sum(counts.values())
+    embedding = sum(count for value, count in counts.items() if value in embedded)
+    return ParameterCount(total, total - routed + routed * top_k // experts, embedding)

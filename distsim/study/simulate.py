@@ -169,6 +169,7 @@ def simulated(
     notes = [f"assumed: {', '.join(choices.assumed)}"] if choices.assumed else []
     notes += said
     notes += choices.device_notes(topology)
+    notes += _zero_alone(plan)
     notes += _idle_devices(name, plan, topology, traits.batch)
     notes += _uneven_ranks(plan, program.schedule, simulation)
     simulation.step = PlannedStep(
@@ -228,6 +229,13 @@ def _idle_devices(cluster: str, plan: Plan, topology: Topology, samples: int) ->
     degrees = "dp * cp * tp * pp" if plan.cp > 1 else "dp * tp * pp"
     idle = f"{count - plan.devices} of {count} devices of {cluster} are idle"
     return [f"{idle}, as the plan uses {degrees} = {plan.devices}; {way}"]
+
+
+def _zero_alone(plan: Plan) -> list[str]:
+    """Say so where there are no ranks over which ZeRO divides anything."""
+    if not plan.zero or plan.dp * plan.cp > 1:
+        return []
+    return [f"zero={plan.zero} has no effect: it divides over the ranks of dp and cp, of which there is one"]
 
 
 UNEVEN = 1.1

@@ -179,6 +179,10 @@ def _precision(whole: TrackedFields, notes: list[str]) -> str:
         _enabled(whole.part(name) if name in whole.table else whole.part(other))
         for name, other in (("bf16", "bfloat16"), ("fp16", "fp16"))
     )
+    if brain is True and half is True:
+        raise ImportModelError(
+            f"{whole.origin}: bf16 and fp16 are both enabled, which DeepSpeed refuses; enable one of them"
+        )
     if brain == "auto" or (half == "auto" and brain is not True):
         notes.append('"auto" precision is taken to be bf16')
         brain, half = True, False

@@ -18,6 +18,7 @@ from typing import cast
 from distsim.errors import ImportModelError, PlanError, wrong_type
 from distsim.importer.decoders.class_defaults import CLASS_DEFAULTS
 from distsim.importer.decoders.config_fields import ConfigFields, read_config
+from distsim.importer.decoders.near_families import near_family
 from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import (
@@ -103,7 +104,8 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
     fields.finite()
     if not isinstance(family, str) or family not in FAMILIES:
         known = ", ".join(FAMILIES)
-        raise fields.refusal("model_type", f"one of {known}{did_you_mean(family, FAMILIES)}")
+        instead = near_family(table) or did_you_mean(family, FAMILIES)
+        raise fields.refusal("model_type", f"one of {known}{instead}")
     try:
         return FAMILIES[family](fields)
     except PlanError as error:  # sizes that do not fit each other

@@ -1,0 +1,66 @@
+"""Families of Hugging Face that are not read, and what comes near to them, with the sizes of a config."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple, cast
+
+
+class _Near(NamedTuple):
+    """A model by which a family may be stood for: options and the fields that say them, and what is other."""
+
+    model: str
+    fields: Mapping[str, str]
+    other: str
+
+
+_SIZES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
+_FFN = {"ffn": "intermediate_size", "vocab": "vocab_size"}
+_KEYS = {"kv_heads": "num_key_value_heads"}
+_GEMMA = _Near(
+    "gemma2-9b",
+    {**_SIZES, **_KEYS, "head_dim": "head_dim", **_FFN, "window": "sliding_window"},
+    "whose windows are in every other layer, where five of six have one, without norms of queries and keys",
+)
+_NEAR: Mapping[str, _Near] = {
+    "gpt_neox": _Near(
+        "gpt", {**_SIZES, **_FFN}, "of learned positions, whose branches run one after the other"
+    ),
+    "falcon": _Near(
+        "gpt",
+        {**_SIZES, "ffn": "ffn_hidden_size", "vocab": "vocab_size"},
+        "with keys and values for each head, learned positions, branches one after the other",
+    ),
+    "opt": _Near("gpt", {**_SIZES, "ffn": "ffn_dim", "vocab": "vocab_size"}, "with GELU"),
+    "phi3": _Near("llama", {**_SIZES, **_KEYS, **_FFN}, "with a weight for each of what it has in one"),
+    "gemma3": _GEMMA,
+    "gemma3_text": _GEMMA,
+    "mllama": _Near(
+        "llama", {**_SIZES, **_KEYS, **_FFN}, "text alone: without images and what attends to them"
+    ),
+    "qwen2_moe": _Near(
+        "moe",
+        {
+            **{**_SIZES, **_KEYS, "ffn": "moe_intermediate_size", "experts": "num_experts"},
+            **{"top_k": "num_experts_per_tok", "vocab": "vocab_size"},
+        },
+        "without biases; its shared expert is shared=N of the width of the others",
+    ),
+}
+
+
+def near_family(config: Mapping[str, object]) -> str:
+    """Return what comes near to a config of a family that is not read, for the end of an error, or nothing.
+
+    >>> near_family({"model_type": "gpt_neox", "num_hidden_layers": 44, "hidden_size": 6144})
+    '; near it comes gpt:layers=44,hidden=6144, of learned positions, whose branches run one after the other'
+    """
+    family = config.get("model_type")
+    near = _NEAR.get(family) if isinstance(family, str) else None
+    if near is None:
+        return ""
+    inner = config.get("text_config")
+    sizes = cast(Mapping[str, object], inner) if isinstance(inner, Mapping) else config
+    given = {option: sizes.get(field) for option, field in near.fields.items()}
+    options = [f"{option}={size}" for option, size in given.items() if type(size) is int and 0 < size < 2**31]
+    return f"; near it comes {near.model}:{','.join(options) or 'layers=N,...'}, {near.other}"
