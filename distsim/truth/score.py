@@ -152,7 +152,7 @@ def after_own_runs(ratios: Sequence[float], count: int, most: int = 60) -> list[
     than :data:`MOST_CHOICES` so many are drawn.
 
     >>> [round(error, 3) for error in after_own_runs([1.2, 1.2, 1.2], 2)]
-    [-0.068, -0.068, -0.068]
+    [-0.069, -0.069, -0.069]
     """
     places, draws = range(len(ratios)), Random(0)
     if math.comb(len(ratios), count) > MOST_CHOICES:
