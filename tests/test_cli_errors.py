@@ -51,6 +51,12 @@ BAD = {
     "too many nodes": ((SMALL, "--cluster", "dgx-2:999999"), "15999984 devices", "1048576"),
     "plan without value": ((SMALL, "--cluster", "dgx-2", "--plan", "dp"), "'dp'", "key=value"),
     "empty plan": ((SMALL, "--cluster", "dgx-2", "--plan", ""), "key=value"),
+    "interleaved without chunks": (
+        (SMALL, "--cluster", "dgx-2", "--plan", "pp=2,microbatches=2,schedule=interleaved"),
+        *("schedule=interleaved is of several stages a rank", "add chunks=2"),
+    ),
+    "trace of another kind": ((SMALL, "--cluster", "dgx-2", "--trace", "x.txt"), "as .json or .gz, not .txt"),
+    "page of another kind": ((SMALL, "--cluster", "dgx-2", "--html", "x.pdf"), ".html or .htm, not .pdf"),
     "plan of zero": ((SMALL, "--cluster", "dgx-2", "--plan", "dp=0"), "dp=0", "1048576"),
     "negative plan": ((SMALL, "--cluster", "dgx-2", "--plan", "tp=-2"), "tp=-2", "1048576"),
     "plan of a word": ((SMALL, "--cluster", "dgx-2", "--plan", "tp=two"), "tp='two'", "integer"),

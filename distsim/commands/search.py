@@ -24,7 +24,7 @@ from distsim.plan_search.views.cluster_comparison import ClusterComparison
 from distsim.plan_search.views.page import clusters_part, plans_part
 from distsim.plan_search.views.text import describe
 from distsim.report.figures import StepFigures
-from distsim.report.output import check_target, replacing
+from distsim.report.output import PAGE, check_ending, check_target, replacing
 from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
@@ -156,6 +156,8 @@ def run(options: argparse.Namespace) -> int:
     asked = options_of(SearchOptions, given)
     for path in filter(None, (options.csv, options.html, options.journal)):
         check_target(path)
+    if options.html:
+        check_ending(options.html, *PAGE)
     check_json(options.json)
     config = take_file(options)
     if config is not None:

@@ -27,7 +27,7 @@ from distsim.plan_search.space import ModelTraits
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.exports.folders import chosen_devices
 from distsim.report.figures import DEVICE, StepFigures
-from distsim.report.output import check_format, check_target
+from distsim.report.output import PAGE, TRACE, check_ending, check_format, check_target
 from distsim.report.page import PageCase, write_page
 from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
@@ -121,6 +121,9 @@ def run(options: argparse.Namespace) -> int:
     take_file(options)
     for path in filter(None, (options.trace, options.plot, options.html)):
         check_target(path)
+    for path, kind in ((options.trace, TRACE), (options.html, PAGE)):
+        if path:
+            check_ending(path, *kind)
     check_json(options.json)
     check_exports(options)
     if options.own_runs and options.partition:

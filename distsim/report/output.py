@@ -16,6 +16,10 @@ from distsim.errors import SimulationError
 FORMATS = ("pdf", "png", "svg")
 """What pictures are written as."""
 
+PAGE = "a page", (".html", ".htm")
+TRACE = "a trace", (".json", ".gz")
+"""What other files are called, and how their names end."""
+
 _LEVEL = 6
 """Of compression, as of gzip: a trace becomes 19 times smaller (level 3: 14, in half the time)."""
 
@@ -29,6 +33,13 @@ def check_format(path: str | os.PathLike[str], what: str) -> str:
     if suffix not in FORMATS:
         raise SimulationError(f"{path}: {what} is written as one of {', '.join(FORMATS)}")
     return suffix
+
+
+def check_ending(path: str | os.PathLike[str], what: str, endings: tuple[str, ...]) -> None:
+    """Raise :class:`SimulationError` where the name of ``path`` ends as that of another kind of file."""
+    suffix = Path(path).suffix.lower()
+    if suffix and suffix not in endings:
+        raise SimulationError(f"{path}: {what} is written as {' or '.join(endings)}, not {suffix}")
 
 
 def check_target(path: str | os.PathLike[str]) -> Path:

@@ -6,11 +6,13 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 from typing import Any
 
+from distsim.errors import PlanError
 from distsim.importer import is_decoder
 from distsim.ir import Function, Topology
 from distsim.ir.kernel_rates import ATTENTION_KERNELS
-from distsim.plan import Plan
+from distsim.plan import Plan, parse_schedule
 from distsim.plan.stacks import Stack, stack_named
+from distsim.schedule import SCHEDULES
 from distsim.study.options import Model, ModelOptions
 from distsim.transforms.autodiff.optimizers import Named, optimizer_named
 from distsim.transforms.autodiff.precision import Precision, precision_named
@@ -102,11 +104,21 @@ class Choices:
         return notes
 
     def plan(self, asked: str | Plan) -> Plan:
-        """Return the plan of a text; what it leaves open the stack says. A plan is as it is."""
+        """Return the plan of a text; what it leaves open the stack says. A plan is as it is.
+
+        Raises :class:`PlanError` for a text that is none, and for a schedule of several stages a rank without
+        ``chunks``, which would run as another.
+        """
         if isinstance(asked, Plan):
             return asked
         plan = Plan.parse(asked)
         given = [part.partition("=")[0].strip() for part in asked.split(",")]
+        name, _ = parse_schedule(plan.schedule)
+        if plan.pp > 1 and "chunks" not in given and name in SCHEDULES and not SCHEDULES[name].stages_a_rank:
+            raise PlanError(
+                f"schedule={name} is of several stages a rank, and the plan does not say how many: "
+                "add chunks=2, or chunks=1 for its order with one"
+            )
         own = {"sp": self.stack.sp, "tp_overlap": self.stack.tp_overlap} if plan.tp > 1 else {}
         own |= {"remat": self.stack.remat}
         return self.spread(replace(plan, **{k: v for k, v in own.items() if k not in given}), given)
