@@ -62,9 +62,9 @@ MALFORMED = {
     ),
     "missing unit": (cluster(device={"throughput": "{ value = 1 }"}), "device.throughput.unit", "is missing"),
     "unknown unit": (cluster(device={"throughput": FIGURE % "flop"}), "'flop'", "TFLOP/s"),
-    "bits or bytes": (
-        cluster(level={"bandwidth": FIGURE % "gb/s"}),
-        "'gb/s'",
+    "bits for bytes": (
+        cluster(level={"bandwidth": FIGURE % "Gb/s"}),
+        "'Gb/s'",
         "did you mean Gbit/s or GB/s",
     ),
     "unit of another": (cluster(device={"memory": FIGURE % "GB/s"}), "'GB/s'", "GiB"),

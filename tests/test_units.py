@@ -16,8 +16,6 @@ from distsim.hardware.units import BYTES, FLOPS, RATE, SECONDS, SHARE, parse_qua
         (" 80 GB ", BYTES, 80e9),
         ("100Gbit/s", RATE, 12.5e9),
         ("100 Gbps", RATE, 12.5e9),
-        ("100 Gb/s", RATE, 12.5e9),
-        ("8 Tb/s", RATE, 1e12),
         ("1.5e3 MB/s", RATE, 1.5e9),
         ("312 TFLOPS", FLOPS, 312e12),
         ("5us", SECONDS, 5e-6),
@@ -41,7 +39,7 @@ def test_a_quantity_reads_back(value, unit, space):
     [
         ("40", BYTES, "40 has no unit; write it as 40 GiB"),
         ("40 gib", BYTES, "did you mean GiB?"),
-        ("100 gb/s", RATE, "did you mean Gbit/s or GB/s?"),
+        ("100 Gb/s", RATE, "did you mean Gbit/s or GB/s?"),
         ("100 GBps", RATE, "did you mean GB/s or Gbit/s?"),
         ("5 us", BYTES, "unit 'us' is not one of B"),
         ("-5 us", SECONDS, "no number with a unit"),

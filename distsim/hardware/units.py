@@ -36,10 +36,10 @@ HOUR = 3600.0
 _ALIASES = {
     **{f"{prefix}FLOPS": f"{prefix}FLOP/s" for prefix in ("", "G", "T", "P")},
     **{f"{prefix}FLOPs": f"{prefix}FLOP/s" for prefix in ("", "G", "T", "P")},
-    **{f"{prefix}{bits}": f"{prefix}bit/s" for prefix in "MGT" for bits in ("bps", "b/s")},
+    **{f"{prefix}bps": f"{prefix}bit/s" for prefix in "MGT"},
     **{"USD/h": "$/h", "\u00b5s": "us", "\u03bcs": "us", "KB": "kB", "": "1"},
 }
-"""Other spellings of units that can mean nothing else; GBps, which people write for both, is none."""
+"""Other spellings of units that can mean nothing else; GBps and Gb/s are not among them: people mean both."""
 
 _QUANTITY = re.compile(r"\s*([0-9]{1,20}(?:\.[0-9]{0,20})?(?:[eE][+-]?[0-9]{1,3})?)\s*(\S*)\s*", re.ASCII)
 

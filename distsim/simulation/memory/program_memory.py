@@ -50,7 +50,7 @@ def program_saved_by_module(program: Program, device: Device) -> dict[str, int]:
     are written out for it.
     """
     rank = next(n for n, mesh in enumerate(program.mesh.slices("pp")) if device in mesh.devices)
-    return saved_by_module((_RankWriter(program, rank).written()), OneRank(), program.parts.held)[0]
+    return saved_by_module(_RankWriter(program, rank).written(), OneRank(), program.parts.held)[0]
 
 
 def dearer_note(program: Program, full: Callable[[Program], Program]) -> list[str]:
