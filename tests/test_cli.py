@@ -199,6 +199,21 @@ def test_a_step_that_does_not_fit_is_reported_with_status_3(capsys, tmp_path):
     assert main([*large, "--partition", "single"]) == 0, "a forward pass needs no gradients"
 
 
+def test_what_would_make_it_fit_is_what_asking_for_it_gives(capsys):
+    """The stack fills in what a change leaves open: FSDP2's buckets for ``zero=3``, say."""
+    model = GPT.replace("seq=16,vocab=100", "seq=64,vocab=64")
+    small = ["simulate", model, "--batch", 8, "--stack", "torchtitan", "--cluster", "dgx-a100"]
+    small += ["--set", "device.memory=4MiB", "--set", "device.context=1B", "--plan"]
+    assert main([*map(str, small), "dp=4,zero=0"]) == 3
+    advice = re.findall(r"^note: it would fit with (.*): (.*), at most (.*)$", capsys.readouterr().out, re.M)
+    assert len(advice) == 3
+    for change, seconds, peak in advice:
+        fields = {"dp": 4, "zero": 0} | dict(part.split("=") for part in change.split(", "))
+        assert main([*map(str, small), ",".join(f"{name}={own}" for name, own in fields.items())]) == 0
+        out = capsys.readouterr().out
+        assert f"\nstep time     {seconds} (" in out and peak in out
+
+
 def test_the_same_command_prints_the_same(capsys):
     command = [GPT, "--batch", 8, "--plan", "dp=2,tp=2,pp=2,microbatches=2"]
     assert simulate(capsys, *command) == simulate(capsys, *command)
@@ -307,12 +322,15 @@ def test_what_says_nothing_of_its_types_is_trained_as_torch_does(capsys):
     assert "assumed: kernels eager" in simulate(capsys, MLP, "--batch", 8), "a builder says its types"
 
 
-def test_a_stack_divides_the_sequence_where_there_are_ranks_to(capsys):
-    command = ["gpt:layers=2,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8, "--stack"]
+def test_a_stack_divides_the_sequence_and_parameters_where_there_are_ranks_to(capsys):
+    command = ["gpt:layers=3,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8, "--stack"]
     for stack, plan, said, unsaid in (
         ("torchtitan", "tp=2", ",sp=dtensor,tp_overlap=off,", "sp=off"),
-        ("torchtitan", "tp=2,sp=off", "tp_overlap=off", "sp="),
-        ("torchtitan", "dp=2", "dp=2", "sp="),
+        ("torchtitan", "tp=2,sp=off", "tp_overlap=off,sp=off,", "sp=dtensor"),
+        ("torchtitan", "dp=2", "zero=3,reshard=auto,bucket=fsdp2,", "sp="),
+        ("torchtitan", "dp=2,zero=0", "zero=0,", "bucket="),
+        ("composer", "dp=2", "zero=3,", "remat"),
+        ("torchtitan", "dp=1", "remat=every_early:2,", "zero="),
         ("megatron", "tp=2", "tp=2", "tp_overlap"),
     ):
         first = simulate(capsys, *command, stack, "--plan", plan).splitlines()[0]
@@ -322,7 +340,7 @@ def test_a_stack_divides_the_sequence_where_there_are_ranks_to(capsys):
 def test_what_a_stack_recomputes_and_a_model_cannot_is_left_out_with_a_note(capsys):
     one_layer = ["gpt:layers=1,hidden=64,heads=4,seq=64,vocab=64", "--batch", 8]
     out = simulate(capsys, *one_layer, "--stack", "torchtitan")
-    assert "remat" not in out.splitlines()[0]
+    assert "remat=none," in out.splitlines()[0]
     said = "note: nothing is recomputed, as the default of torchtitan does not fit: remat=every_early:2"
     assert said in out
     for plan, said in (("dp=1,remat=every:2", "nothing would be recomputed"), ("dp=3", "dp=3")):

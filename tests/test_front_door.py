@@ -288,6 +288,24 @@ def test_search_finds_what_the_command_finds(capsys, tmp_path):
     assert re.search(r"dp=2,tp=4\S* \(yours\)", capsys.readouterr().out)
 
 
+@pytest.mark.parametrize(
+    ("stack", "sets"),
+    [
+        ("torchtitan", "tp=1|2,pp=1,zero=0|3,sp=off,remat=none,microbatch_size=1"),
+        (
+            "megatron",
+            "dp=2,pp=2,tp=2,zero=1,sp=off,stages=even|layers,schedule=1f1b|interleaved,chunks=1,microbatches=2,remat=none",
+        ),
+    ],
+)
+def test_the_text_of_a_plan_that_a_search_found_is_one_to_simulate(stack, sets):
+    found = distsim.search(GPT, "dgx-a100", sets, 16, top=9, stack=stack)
+    assert len(found.fitting) == 4
+    for trial in found.fitting:
+        alone = distsim.simulate(GPT, "dgx-a100", trial.text, 16, stack=stack)
+        assert (alone.step_period, alone.known_step.plan) == (trial.seconds, trial.text)
+
+
 def test_the_simulation_that_a_search_found_is_that_of_simulate():
     sets = "tp=1|2,pp=1,zero=1,remat=none,microbatch_size=1"
     found = distsim.search(GPT, "dgx-a100", sets, 16, against="dp=2,tp=2")

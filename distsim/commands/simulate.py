@@ -182,7 +182,7 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
     notes = [*from_file, *found.simulation.known_step.notes]
     if advise and order is None and not found.simulation.fits:
         notes += _advice(found, progress)
-    plan = str(found.plan)
+    plan = found.choices.written(found.plan)
     way = plan if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
     return StepReport(way, found.function, found.simulation, notes=tuple(notes))
 
@@ -190,7 +190,13 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
 def _advice(step: SimulatedStep, progress: Progress) -> list[str]:
     """Say what would make a plan fit."""
     topology = step.simulation.cost_model.topology
-    trials = PlanTrials(step.function, topology, step.build, step.simulate)
+    trials = PlanTrials(
+        step.function,
+        topology,
+        step.build,
+        step.simulate,
+        lambda _, change: step.choices.changed(step.asked, change),
+    )
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
         found = progress.run(

@@ -21,7 +21,8 @@ class Stack:
     ``math``, by the element type); ``kernels``: of
     :data:`distsim.transforms.kernels.KERNELS`; ``remat``: what a plan recomputes that does not say;
     ``optimizer`` and ``clip``: the norm to which gradients are clipped (None: they are not); ``sp``: how
-    tensor-parallel ranks divide the sequence as well, a field of a plan; ``vocabulary_multiple``: what the
+    tensor-parallel ranks divide the sequence as well, a field of a plan, as is ``zero``, that of one with
+    several ranks of the data; ``vocabulary_multiple``: what the
     vocabulary of each tensor-parallel rank is padded to a multiple of (0: it is not); ``plan``: further
     fields of a plan with several data-parallel ranks, by ``zero``; ``tp_overlap``: the same field of one with
     several tensor-parallel ranks, ``stages`` of one with a pipeline; ``contexts``: which kind of context
@@ -44,6 +45,7 @@ class Stack:
     clip: float | None
     source: str
     sp: str = "off"
+    zero: int = 0
     tp_overlap: str = "on"
     stages: str = "even"
     scaling: str = "delayed"
@@ -76,14 +78,15 @@ _TORCHTITAN = Stack(
     "mixed_precision_reduce float32, selective activation checkpointing of every second layer, "
     "compile off, max_norm 1.0; attention by scaled_dot_product_attention; "
     "models/llama3/infra/parallelize.py: norms are SequenceParallel "
-    "wherever there is tensor parallelism; fsdp_reshard_after_forward default; fully_shard, which is "
-    "torch's FSDP2; MmBackward0 of torch "
+    "wherever there is tensor parallelism; data_parallel_shard_degree -1, all ranks; "
+    "fsdp_reshard_after_forward default; fully_shard, which is torch's FSDP2; MmBackward0 of torch "
     "returns both gradients before a DTensor is redistributed; components/float8.py without a "
     "recipe_name: torchao's tensorwise scaling, of linear layers but not of experts; layers a stage, "
     "embedding and head counted as one each (distributed/pipeline_parallel.py); distributed/utils.py, "
     "create_context_parallel_ctx: context parallelism of torch, context_parallel_rotate_method allgather",
     stages="default",
     sp="dtensor",
+    zero=3,
     tp_overlap="off",
     scaling="tensorwise",
     linear_ops=("MatMul", "Gemm"),
@@ -148,8 +151,9 @@ STACKS = {
             "bfloat16 too (MixedPrecision of IBM's fms-fsdp, fms_fsdp/policies/mixed_precision.py; of "
             "Lightning, plugins/precision/fsdp.py; of Accelerate, utils/dataclasses.py), attention by "
             "scaled_dot_product_attention, clipping to 1.0 (fms_fsdp/utils/train_utils.py), activations are "
-            "recomputed if asked",
+            "recomputed if asked; parameters are divided (FULL_SHARD, the default of torch)",
             stages="default",
+            zero=3,
         ),
         Stack(
             *("composer", "fsdp2", "triton", "eager_loss", "none", "adamw", 1.0),
@@ -158,6 +162,7 @@ STACKS = {
             "benchmarks' configuration: FSDP of torch with FULL_SHARD, bfloat16 computing, "
             "activation_checkpointing off, gradient_clipping 1.0; amp_fp8 is Transformer Engine's with its "
             "default recipe, delayed",
+            zero=3,
         ),
         Stack(
             *("deepspeed", "mixed_bf16_grads", "flash2", "eager_deepspeed", "none", "adamw", None),

@@ -11,7 +11,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distsim.plan import Plan
 from distsim.plan_search.trial import PlanTrial
 from distsim.simulation.explain.text import rate_text, seconds_text
 from distsim.simulation.quantities import bytes_label, time_scale
@@ -82,7 +81,7 @@ def page_cells(columns: Sequence[PlanColumn]) -> list[list[str]]:
 def _what_became() -> tuple[PlanColumn, ...]:
     return (
         PlanColumn(lambda trial: trial.text, record="plan", text=lambda trial: trial.text, html="plan"),
-        PlanColumn(lambda trial: short(trial.plan), name="plan", page=PageCell(0, "plan", "plan")),
+        PlanColumn(lambda trial: trial.short, name="plan", page=PageCell(0, "plan", "plan")),
         PlanColumn(lambda trial: trial.status, record="status"),
         PlanColumn(_fate, name="status", page=PageCell(6, "status", "word")),
         PlanColumn(
@@ -194,13 +193,3 @@ def _fate(trial: PlanTrial) -> str:
     if not trial.simulated:
         return trial.status
     return "fits" if trial.fits else "nearly fits"
-
-
-def short(plan: Plan) -> str:
-    """Return the text of a plan without degrees of one.
-
-    >>> short(Plan(dp=2, pp=4, microbatches=8))
-    'dp=2,pp=4,microbatches=8,schedule=1f1b'
-    """
-    alone = {"dp=1", "tp=1", "pp=1", *(("schedule=1f1b",) if plan.pp == 1 else ())}
-    return ",".join(part for part in str(plan).split(",") if part not in alone) or "dp=1"

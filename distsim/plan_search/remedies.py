@@ -18,7 +18,7 @@ from distsim.simulation import Simulation
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.simulation.steady_state import full_program
 
-Change = dict[str, object]
+Change = dict[str, str | int]
 """Fields of a plan, and what they become."""
 
 SPLITS = (2, 4, 8)
@@ -57,14 +57,22 @@ class Remedies:
     fields: tuple[str, ...] = ()
 
 
+def _replaced(plan: Plan, change: Change) -> Plan:
+    return replace(plan, **change)  # pyright: ignore[reportArgumentType]
+
+
 @dataclass(frozen=True, eq=False)
 class PlanTrials:
-    """How plans of a function are tried: ``build`` divides and schedules it, ``simulate`` finds its time."""
+    """How plans of a function are tried: ``build`` divides and schedules it, ``simulate`` finds its time.
+
+    ``changed`` returns a plan of which some fields are others.
+    """
 
     function: Function
     topology: Topology
     build: Callable[[Plan], Program]
     simulate: Callable[[Program], Simulation]
+    changed: Callable[[Plan, Change], Plan] = _replaced
 
 
 def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEARCH_SECONDS) -> Remedies:
@@ -84,7 +92,7 @@ def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEA
     if len(found) < most:
         pairs = [one | two for one, two in combinations(changes, 2) if one.keys().isdisjoint(two)]
         known = {remedy.plan for remedy in found}
-        enough = [change for change in changes if _changed(plan, change) in known]
+        enough = [change for change in changes if search.changed(change) in known]
         pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
         found += search.try_all(pairs)
     fastest = sorted(found, key=lambda remedy: remedy.seconds)[:most]
@@ -131,13 +139,6 @@ def _layers_of_a_stage(plan: Plan, function: Function) -> int:
         return 0
 
 
-def _changed(plan: Plan, change: Change) -> Plan | None:
-    try:
-        return replace(plan, **change)  # pyright: ignore[reportArgumentType]
-    except DistsimError:
-        return None
-
-
 @dataclass(eq=False)
 class _RemedySearch:
     """Tries plans until the time is up."""
@@ -153,7 +154,7 @@ class _RemedySearch:
     def try_all(self, changes: Sequence[Change]) -> list[Remedy]:
         found: list[Remedy] = []
         for change in changes:
-            other = _changed(self.plan, change)
+            other = self.changed(change)
             if other is None or other.devices > len(self.trials.topology.devices):
                 continue
             if not self._has_room(other):
@@ -168,6 +169,13 @@ class _RemedySearch:
             self.longest = max(self.longest, time.monotonic() - start)
             found += [] if remedy is None else [remedy]
         return found
+
+    def changed(self, change: Change) -> Plan | None:
+        """Return the plan with a change; None where there is none."""
+        try:
+            return self.trials.changed(self.plan, change)
+        except DistsimError:
+            return None
 
     @cached_property
     def held(self) -> tuple[int, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -127,7 +127,7 @@ class SearchResult:
         for trial in sorted(known, key=lambda each: least[each])[:_MOST_BUILT]:
             built = trial if trial.peak else self._evaluator.trial(trial.plan)
             if built.missing:
-                return built
+                return replace(built, text=trial.text)
         return None
 
     @cached_property

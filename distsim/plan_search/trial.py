@@ -53,6 +53,17 @@ class PlanTrial:
         return Plan.parse(self.text)
 
     @property
+    def short(self) -> str:
+        """The text of the plan without degrees of one.
+
+        >>> PlanTrial("dp=2,tp=1,pp=4,microbatches=8,schedule=1f1b").short
+        'dp=2,pp=4,microbatches=8,schedule=1f1b'
+        """
+        parts = self.text.split(",")
+        alone = {"dp=1", "tp=1", "pp=1", *(("schedule=1f1b",) if "pp=1" in parts else ())}
+        return ",".join(part for part in parts if part not in alone) or "dp=1"
+
+    @property
     def simulated(self) -> bool:
         """Whether its seconds are known."""
         return self.seconds > 0

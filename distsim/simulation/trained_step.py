@@ -60,6 +60,7 @@ class SearchedStep(TrainedStep):
     those of parameters and optimizer state, of which a checkpoint has one copy. ``label`` and ``cluster`` are
     what people call the model and the topology, where that is known. ``flops_of`` a plan are the FLOPs of the
     model as it divides it, where plans differ in that: a stack may pad the vocabulary for ranks of tp.
+    ``written`` is the text of a plan for people, who may ask for it by that.
     """
 
     peak: float = 0.0
@@ -68,11 +69,13 @@ class SearchedStep(TrainedStep):
     label: str = ""
     cluster: str = ""
     flops_of: Callable[[Plan], float] | None = field(default=None, repr=False, compare=False)
+    written: Callable[[Plan], str] = field(default=str, repr=False, compare=False)
 
     def by(self, plan: Plan) -> PlannedStep:
         """Return it under a plan."""
         about = self.samples, self.sequence, self.flops_by(plan), self.trains
-        return PlannedStep(self.label or self.name, *about, self.cluster or str(self.topology), str(plan))
+        cluster = self.cluster or str(self.topology)
+        return PlannedStep(self.label or self.name, *about, cluster, self.written(plan))
 
     def flops_by(self, plan: Plan | None) -> float:
         """Return the FLOPs of the model under a plan."""

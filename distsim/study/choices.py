@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from distsim.errors import PlanError
@@ -111,16 +111,48 @@ class Choices:
         """
         if isinstance(asked, Plan):
             return asked
-        plan = Plan.parse(asked)
-        given = [part.partition("=")[0].strip() for part in asked.split(",")]
-        name, _ = parse_schedule(plan.schedule)
-        if plan.pp > 1 and "chunks" not in given and name in SCHEDULES and not SCHEDULES[name].stages_a_rank:
+        plan, given = Plan.parse(asked), fields_given(asked)
+        if "chunks" not in given and _asks_for_chunks(plan):
             raise PlanError(
-                f"schedule={name} is of several stages a rank, and the plan does not say how many: "
-                "add chunks=2, or chunks=1 for its order with one"
+                f"schedule={parse_schedule(plan.schedule)[0]} is of several stages a rank, and the plan does "
+                "not say how many: add chunks=2, or chunks=1 for its order with one"
             )
-        own = {"sp": self.stack.sp, "tp_overlap": self.stack.tp_overlap} if plan.tp > 1 else {}
-        own |= {"remat": self.stack.remat}
+        return self._filled(plan, given)
+
+    def changed(self, asked: str | Plan, change: Mapping[str, str | int]) -> Plan:
+        """Return the plan of a text in which some fields are others; of a plan, all others stay.
+
+        Raises :class:`PlanError` as :meth:`plan` and :class:`Plan` do.
+        """
+        if isinstance(asked, Plan):
+            return replace(asked, **change)  # pyright: ignore[reportArgumentType]
+        kept = [part for part in asked.split(",") if part.partition("=")[0].strip() not in change]
+        return self.plan(",".join([*kept, *(f"{name}={value}" for name, value in change.items())]))
+
+    def written(self, plan: Plan) -> str:
+        """Return the text of which :meth:`plan` makes this plan: it says where the plan is not as the stack.
+
+        >>> choices = Choices.of(ModelOptions("gpt2", stack="torchtitan"))
+        >>> choices.written(Plan(dp=8))
+        'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b,remat=none,zero=0'
+        >>> choices.written(choices.plan("dp=8"))
+        'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b,remat=every_early:2,zero=3,reshard=auto,bucket=fsdp2'
+        """
+        text = str(plan)
+        if "chunks=" not in text and _asks_for_chunks(plan):
+            text += f",chunks={plan.chunks}"
+        while (read := self._filled(plan, fields_given(text))) != plan:
+            name = next(
+                own.name for own in fields(plan) if getattr(read, own.name) != getattr(plan, own.name)
+            )
+            text += f",{name}={getattr(plan, name)}"  # others may follow from it: bucket from zero
+        return text
+
+    def _filled(self, plan: Plan, given: Collection[str]) -> Plan:
+        """Return a plan with what the stack has for fields that are not given."""
+        own: dict[str, str | int] = {"remat": self.stack.remat}
+        own |= {"sp": self.stack.sp, "tp_overlap": self.stack.tp_overlap} if plan.tp > 1 else {}
+        own |= {"zero": self.stack.zero} if plan.dp * plan.cp > 1 else {}
         return self.spread(replace(plan, **{k: v for k, v in own.items() if k not in given}), given)
 
     def spread(self, plan: Plan, given: Collection[str]) -> Plan:
@@ -134,6 +166,20 @@ class Choices:
             fields |= {"tp_overlap": self.stack.tp_overlap}
             fields |= {"sp": self.stack.sp} if plan.sp == "on" and self.stack.sp != "off" else {}
         return replace(plan, **{name: own for name, own in fields.items() if name not in given})
+
+
+def fields_given(text: str) -> list[str]:
+    """Return the fields that the text of a plan has.
+
+    >>> fields_given("dp=2, tp=4")
+    ['dp', 'tp']
+    """
+    return [part.partition("=")[0].strip() for part in text.split(",")]
+
+
+def _asks_for_chunks(plan: Plan) -> bool:
+    name, _ = parse_schedule(plan.schedule)
+    return plan.pp > 1 and name in SCHEDULES and not SCHEDULES[name].stages_a_rank
 
 
 def _says_no_types(model: Model) -> bool:

@@ -59,7 +59,11 @@ def lay_out(
             said.append(f"{instead}, as the default of {choices.stack.name} does not fit: {error}")
 
 
-_DEFAULTS = {"remat": ("none", "nothing is recomputed"), "sp": ("off", "no sequence is divided")}
+_DEFAULTS: dict[str, tuple[str | int, str]] = {
+    "remat": ("none", "nothing is recomputed"),
+    "sp": ("off", "no sequence is divided"),
+    "zero": (0, "no parameters are divided"),
+}
 """Fields that a stack has defaults of: what they are without, and what that is called."""
 
 

@@ -247,8 +247,13 @@ class ClusterSearches:
             self.costs[cluster.shown],
             _asked(self.study.model.options, cluster),
         ).run()
-        known = replace(found.step, label=self.study.model.options.label, cluster=cluster.shown)
-        return replace(found, step=known)
+        written = self.study.choices.written
+        step = replace(
+            found.step, label=self.study.model.options.label, cluster=cluster.shown, written=written
+        )
+        trials = [replace(trial, text=written(trial.plan)) for trial in found.trials]
+        own = found.own and replace(found.own, text=written(found.own.plan))
+        return replace(found, trials=trials, own=own, step=step)
 
 
 def _subject(options: ModelOptions, cluster: SizedCluster) -> str:

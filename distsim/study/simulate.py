@@ -102,11 +102,13 @@ def cluster_label(cluster: str | os.PathLike[str] | Topology) -> str:
 class SimulatedStep:
     """A simulated training step, and what made it: the joint function, the program of a plan, the choices.
 
-    ``build`` makes the program of another plan, and ``simulate`` its step.
+    ``asked`` is the plan that was asked for, which :attr:`choices` made ``plan`` of; ``build`` makes the
+    program of another plan, and ``simulate`` its step.
     """
 
     simulation: Simulation
     function: Function
+    asked: str | Plan
     plan: Plan
     choices: Choices
     build: Callable[[Plan], Program]
@@ -179,11 +181,11 @@ def simulated(
         count_model_flops(function),
         simulation.trains,
         name,
-        str(plan),
+        choices.written(plan),
         tuple(notes),
     )
     simulation.own_runs = engine.own_runs
-    return SimulatedStep(simulation, function, plan, choices, plans.build, plans.simulate)
+    return SimulatedStep(simulation, function, asked, plan, choices, plans.build, plans.simulate)
 
 
 def _check_own_runs(options: ModelOptions, ratios: Sequence[float]) -> None:

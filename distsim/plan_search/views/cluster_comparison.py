@@ -8,7 +8,6 @@ from html import escape
 from typing import Any, NamedTuple
 
 from distsim.extras import data_frame
-from distsim.plan_search.columns import short
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.columns import CostCell, cost_columns
 from distsim.plan_search.training.estimate import OBJECTIVES, OF_TRAINING, TrainingEstimate
@@ -128,7 +127,7 @@ class ClusterComparison(Mapping[str, SearchResult]):
             [
                 name,
                 *([cell(own) for cell in columns.values()] if own else _nothing(len(columns))),
-                short(own.trial.plan) if own else "",
+                own.trial.short if own else "",
             ]
             for name, own in ordered
         ]

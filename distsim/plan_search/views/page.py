@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from distsim.plan_search.columns import page_cells, page_row, plan_columns, short
+from distsim.plan_search.columns import page_cells, page_row, plan_columns
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.trial import STATUSES
 from distsim.plan_search.views.cluster_comparison import ClusterComparison
@@ -30,7 +30,7 @@ def plans_part(result: SearchResult) -> dict[str, Any]:
         "columns": [column.name for column in columns if column.name],
         "shown": page_cells(columns),
         "rows": [page_row(columns, trial) for trial in shown],
-        "pareto": [short(trial.plan) for trial in result.pareto],
+        "pareto": [trial.short for trial in result.pareto],
         "differences": _differences(result),
         "left_out": len(every) - len(shown),
     }
@@ -46,9 +46,9 @@ def _differences(result: SearchResult) -> list[dict[str, Any]]:
     best, *others = result.winners or (None,)
     if best is None:
         return []
-    compared = [(f"{place}. {short(other.plan)}", other) for place, other in enumerate(others, 2)]
+    compared = [(f"{place}. {other.short}", other) for place, other in enumerate(others, 2)]
     if result.own is not None and result.own.text != best.text:
-        compared.insert(0, (f"yours: {short(result.own.plan)}", result.own))
+        compared.insert(0, (f"yours: {result.own.short}", result.own))
     if not compared:
         return []
     found = result.compare(best, *(other for _, other in compared))

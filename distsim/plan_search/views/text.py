@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from distsim.plan_search.columns import plan_columns, short
+from distsim.plan_search.columns import plan_columns
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.columns import plan_cost_columns
 from distsim.plan_search.trial import PlanTrial
@@ -45,7 +45,7 @@ def _counts(result: SearchResult) -> list[str]:
 
 def best_table(result: SearchResult) -> list[str]:
     """Return the table of the best plans, and below it what all of their plans say."""
-    plans = [short(trial.plan).split(",") for trial in result.winners]
+    plans = [trial.short.split(",") for trial in result.winners]
     shared = [part for part in plans[0] if len(plans) > 1 and all(part in other for other in plans)]
     estimates = [result.estimate(trial) for trial in result.winners]
     costs = plan_cost_columns(estimates, result.step.unit) if result.costs.shown else {}
@@ -71,7 +71,7 @@ def best_table(result: SearchResult) -> list[str]:
 def _front(result: SearchResult) -> list[str]:
     front = result.pareto
     lines = ["less memory for more time (of the plans that were simulated):"]
-    rows = [(seconds_text(t.seconds), bytes_label(t.peak), short(t.plan)) for t in front[:_MOST_FRONT]]
+    rows = [(seconds_text(t.seconds), bytes_label(t.peak), t.short) for t in front[:_MOST_FRONT]]
     lines += table(("step", "memory", "plan"), rows, 1)
     return [*lines, f"... and {len(front) - _MOST_FRONT} more"] if len(front) > _MOST_FRONT else lines
 
@@ -83,7 +83,7 @@ def _nearest(result: SearchResult) -> list[str]:
         return []
     lines = [
         f"one of those that need least has {bytes_label(nearest.peak)} on a device, "
-        f"{bytes_label(nearest.missing)} too much: {short(nearest.plan)}"
+        f"{bytes_label(nearest.missing)} too much: {nearest.short}"
     ]
     state, devices = result.step.state_bytes, len(result.step.topology.devices)
     if 0 < nearest.usable * devices < state:
@@ -113,7 +113,7 @@ def _nearly(result: SearchResult) -> list[str]:
     if not near:
         return []
     rows = [
-        (seconds_text(t.seconds), bytes_label(t.peak), f"{bytes_label(t.missing)} too much", short(t.plan))
+        (seconds_text(t.seconds), bytes_label(t.peak), f"{bytes_label(t.missing)} too much", t.short)
         for t in near[:_MOST_NEARLY]
     ]
     return ["", "nearly fits:", *table(("step", "memory", "", "plan"), rows, 1)]
@@ -122,10 +122,10 @@ def _nearly(result: SearchResult) -> list[str]:
 def why(result: SearchResult) -> list[str]:
     """Say why the best is best, beside the second and beside the plan that it is searched against."""
     own, winners = result.own, result.winners[:2]
-    mine = None if own is None else f"{short(own.plan)} (yours)"
+    mine = None if own is None else f"{own.short} (yours)"
     if not winners:
         return [] if own is None else ["", f"{mine}: {_lack(own)}"]
-    names = {trial.text: short(trial.plan) for trial in winners}
+    names = {trial.text: trial.short for trial in winners}
     if own is not None and mine is not None:
         names[own.text] = mine
         winners = (*winners, *([] if own.text in {trial.text for trial in winners} else [own]))
