@@ -258,7 +258,7 @@ def test_the_slowest_of_the_devices_in_use_is_waited_for():
 
 def test_what_a_notebook_shows_is_escaped():
     run = distsim.simulate("mlp:layers=2,width=64", load_cluster("dgx-a100"), batch=8)
-    run.step = type(run.step)("<b>model</b>", 8, 0, 1.0, True, "<i>", "dp=1")
+    run.step = type(run.step)("<b>model</b>", 8, 0, 1.0, cluster="<i>", plan="dp=1")
     shown = run._repr_html_()
     assert "&lt;b&gt;model&lt;/b&gt; on &lt;i&gt;" in shown and "<b>" not in shown
 
@@ -304,6 +304,21 @@ def test_the_text_of_a_plan_that_a_search_found_is_one_to_simulate(stack, sets):
     for trial in found.fitting:
         alone = distsim.simulate(GPT, "dgx-a100", trial.text, 16, stack=stack)
         assert (alone.step_period, alone.known_step.plan) == (trial.seconds, trial.text)
+
+
+def test_utilisation_is_of_the_type_in_which_most_of_the_model_is():
+    """Its head is in 16 bits, and larger than a layer, but not than all of them."""
+    model, options = (
+        GPT.replace("layers=2", "layers=8").replace("vocab=100", "vocab=1024"),
+        {"precision": "fp8"},
+    )
+    found = distsim.search(model, "dgx-h100", "dp=8,zero=1,remat=none", 16, **options)
+    alone = distsim.simulate(model, "dgx-h100", found.best.text, 16, **options)
+    assert (alone.peak_rate.dtype, alone.mfu) == ("float8e4m3fn", found.mfu)
+    others = [
+        distsim.simulate(model, "dgx-h100", plan, 16, **options) for plan in ("pp=8", "dp=8,remat=full")
+    ]
+    assert {other.peak_rate for other in others} == {alone.peak_rate}
 
 
 def test_the_simulation_that_a_search_found_is_that_of_simulate():

@@ -232,13 +232,16 @@ def element_type(signature: Signature) -> str:
     return signature.outputs[0].dtype.name
 
 
-def matrix_type(ops: Iterable[Op]) -> str | None:
-    """Return the element type in which most FLOPs of products are done; None where there are none."""
+def matrix_type(ops: Iterable[tuple[Op, int]]) -> str | None:
+    """Return the element type in which most FLOPs of products are done; None where there are none.
+
+    ``ops``: each with how often it runs.
+    """
     flops: dict[str, float] = {}
-    for op in ops:
+    for op, times in ops:
         signature = signature_of(op)
         demand = work(signature)
         if demand is not None and demand.matrix:
             name = element_type(signature)
-            flops[name] = flops.get(name, 0.0) + demand.flops
+            flops[name] = flops.get(name, 0.0) + demand.flops * times
     return max(flops, key=lambda name: flops[name]) if flops else None

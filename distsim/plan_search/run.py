@@ -17,7 +17,7 @@ from pathlib import Path
 from distsim.errors import DistsimError, PlanError
 from distsim.hardware.variation import in_use
 from distsim.interpret import count_model_flops
-from distsim.ir import Function, Topology, all_ops
+from distsim.ir import Function, Topology
 from distsim.plan import Plan, parse_schedule
 from distsim.plan_search.bounds.plan_bounds import PlanBounds
 from distsim.plan_search.evaluation import OBJECTIVES, ModelOf, PlanEvaluator, SearchProblem, Standing
@@ -30,7 +30,7 @@ from distsim.plan_search.trial import LATER, TOO_LARGE, PlanTrial
 from distsim.plan_search.workers import PlanUnit, RemoteWorkers, processes_for, workers_for
 from distsim.schedule.catalogue import registered
 from distsim.schedule.refusals import count
-from distsim.simulation.trained_step import PeakRate, SearchedStep
+from distsim.simulation.trained_step import PeakRate, SearchedStep, model_type
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies import KERNELS, Kernels
 
@@ -269,11 +269,12 @@ def _step(problem: SearchProblem, plan: Plan) -> SearchedStep:
     function = problem.model(plan)
     traits = ModelTraits.of(function)
     devices = problem.topology.devices
-    peak = PeakRate.of(all_ops(function), devices).total / len(devices)
+    dtype = model_type(function)
+    peak = PeakRate.of(dtype, devices).total / len(devices)
     counted = ModelFlops(problem.model)
     parameters, state, _ = PlanBounds(function, problem.topology, problem.kernels).held
     step = SearchedStep(function.name, traits.batch, traits.sequence, counted(plan), flops_of=counted)
-    return replace(step, peak=peak, state_bytes=parameters + state, topology=problem.topology)
+    return replace(step, dtype=dtype, peak=peak, state_bytes=parameters + state, topology=problem.topology)
 
 
 @dataclass(frozen=True, eq=False)

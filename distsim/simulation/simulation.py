@@ -8,6 +8,7 @@ from math import inf
 from typing import Any
 
 from distsim.cost.cost_model import CostModel
+from distsim.cost.efficiency import matrix_type
 from distsim.errors import SimulationError
 from distsim.extras import data_frame
 from distsim.ir import Device, Function
@@ -271,10 +272,17 @@ class Simulation:
         members = [len(group) for group in self.classes.members]
         return float(sum(op_flops(op) * members[c] * times for op, c, times, _ in self.timeline.op_runs))
 
-    @cached_property
+    @property
     def peak_rate(self) -> PeakRate:
-        """The FLOP/s that utilisation is a share of."""
-        return PeakRate.of((each.op for each in self.timeline.op_runs), list(self.timestamps))
+        """The FLOP/s that utilisation is a share of: in the type of most products of the model, where it is
+        known, else of all that ran."""
+        known = None if self.step is None else self.step.dtype
+        return PeakRate.of(known or self._type_run, list(self.timestamps))
+
+    @cached_property
+    def _type_run(self) -> str | None:
+        members = [len(group) for group in self.classes.members]
+        return matrix_type((op, members[c] * times) for op, c, times, _ in self.timeline.op_runs)
 
     @property
     def mfu(self) -> float:

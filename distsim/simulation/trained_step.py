@@ -3,11 +3,11 @@ peak that utilisation (MFU, HFU) is a share of."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from distsim.cost.efficiency import matrix_type
-from distsim.ir import Device, Op, Topology
+from distsim.ir import Device, Function, Op, Topology, all_ops
 from distsim.ops import signature_of, work
 from distsim.plan import Plan
 from distsim.schedule.refusals import count
@@ -18,8 +18,9 @@ from distsim.simulation.tasks.rank_classes import communicates
 class TrainedStep:
     """A step over so many ``samples`` of ``sequence`` tokens each (0: of none).
 
-    ``flops`` are those of the model itself (:func:`distsim.interpret.count_model_flops`), MFU's numerator;
-    ``trains`` is False for a forward pass alone.
+    ``flops`` are those of the model itself (:func:`distsim.interpret.count_model_flops`), MFU's numerator,
+    and ``dtype`` the element type in which most of its products are, of which MFU is a share of the peak (None:
+    not said). ``trains`` is False for a forward pass alone.
     """
 
     name: str
@@ -27,6 +28,7 @@ class TrainedStep:
     sequence: int
     flops: float
     trains: bool = True
+    dtype: str | None = None
 
     @property
     def tokens(self) -> int:
@@ -37,6 +39,11 @@ class TrainedStep:
     def unit(self) -> str:
         """What of a step is counted."""
         return "tokens" if self.sequence else "samples"
+
+
+def model_type(function: Function) -> str | None:
+    """Return the element type in which most products of a model are; None where there are none."""
+    return matrix_type((op, 1) for op in all_ops(function))
 
 
 @dataclass(frozen=True)
@@ -73,7 +80,7 @@ class SearchedStep(TrainedStep):
 
     def by(self, plan: Plan) -> PlannedStep:
         """Return it under a plan."""
-        about = self.samples, self.sequence, self.flops_by(plan), self.trains
+        about = self.samples, self.sequence, self.flops_by(plan), self.trains, self.dtype
         cluster = self.cluster or str(self.topology)
         return PlannedStep(self.label or self.name, *about, cluster, self.written(plan))
 
@@ -99,9 +106,8 @@ class PeakRate:
     each: tuple[float, ...]
 
     @staticmethod
-    def of(ops: Iterable[Op], devices: Sequence[Device]) -> PeakRate:
-        """Return that of devices that run these ops."""
-        dtype = matrix_type(ops)
+    def of(dtype: str | None, devices: Sequence[Device]) -> PeakRate:
+        """Return that of devices for products in an element type."""
         return PeakRate(dtype, tuple([0.0 if dtype is None else device.peak(dtype) for device in devices]))
 
     @property

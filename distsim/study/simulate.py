@@ -26,7 +26,7 @@ from distsim.report.progress import Progress
 from distsim.schedule import Schedule, read_csv
 from distsim.simulation import Disturbances, Simulation, Simulator
 from distsim.simulation.explain.interval import correction
-from distsim.simulation.trained_step import PlannedStep
+from distsim.simulation.trained_step import PlannedStep, model_type
 from distsim.study.arguments import argument, model_given, plan_given, taken
 from distsim.study.choices import Choices
 from distsim.study.layout import lay_out, plan_asked
@@ -180,6 +180,7 @@ def simulated(
         traits.sequence,
         count_model_flops(function),
         simulation.trains,
+        model_type(function),
         name,
         choices.written(plan),
         tuple(notes),
