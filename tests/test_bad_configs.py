@@ -1,4 +1,4 @@
-"""A config.json is a stranger's file: what is missing or makes no sense is refused by field, at once."""
+"""A config is a stranger's file: what is missing or makes no sense is refused by field, at once."""
 
 import copy
 import json
@@ -9,9 +9,11 @@ import pytest
 from decoder_models import FAMILIES
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from said import says
 
-from distsim.errors import DistsimError, ImportModelError
+from distsim.errors import DistsimError, ImportModelError, PlanError
 from distsim.importer import import_from_hf, load_model
+from distsim.importer.configs import BatchSizes
 from distsim.importer.decoders.class_defaults import CLASS_DEFAULTS
 from distsim.importer.decoders.config_fields import MAX_CONFIG_BYTES
 
@@ -178,3 +180,15 @@ def test_null_is_none_of_it_and_unknown_fields_are_of_no_matter():
     }
     again = import_from_hf(json.loads(json.dumps({**LLAMA, **more})), 1, 4)
     assert [v.type for v in again.parameters] == [v.type for v in plain.parameters]
+
+
+def test_batches_that_do_not_divide_say_what_would():
+    with says(PlanError, "batch of 10", "dp=4", "--batch 8"):
+        BatchSizes(10, 2).of(4)
+    assert BatchSizes(None, 2, microbatches=3).of(4) == (24, 3)
+    assert BatchSizes(24, 2, microbatches=3).of(4) == (24, 3)
+    with says(PlanError, "3 microbatches of 2", "4 data-parallel ranks, not 8", "--batch 48"):
+        BatchSizes(24, 2, microbatches=3).of(8)
+    assert BatchSizes(24, 2, microbatches=3).of(8, 48) == (48, 3)
+    with says(PlanError, "--batch"):
+        BatchSizes().of(4)

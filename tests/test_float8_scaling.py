@@ -11,6 +11,7 @@ from precision_models import rounded, small_gpt
 from topology_models import bare_cluster
 from training_models import assemble, assert_all_readers_agree, random_inputs, topology_of
 
+import distsim
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.errors import PlanError, TypeRuleError
@@ -286,3 +287,18 @@ def test_functions_that_keep_up_no_scale_are_not_kept(collect):
     del function
     collect()
     assert gone() is None
+
+
+def test_utilisation_is_of_the_type_in_which_most_of_the_model_is():
+    """Its head is in 16 bits, and larger than a layer, but not than all of them."""
+    model, options = (
+        "gpt:layers=8,hidden=64,heads=4,seq=32,vocab=1024",
+        {"precision": "fp8"},
+    )
+    found = distsim.search(model, "dgx-h100", "dp=8,zero=1,remat=none", 16, **options)
+    alone = distsim.simulate(model, "dgx-h100", found.best.text, 16, **options)
+    assert (alone.peak_rate.dtype, alone.mfu) == ("float8e4m3fn", found.mfu)
+    others = [
+        distsim.simulate(model, "dgx-h100", plan, 16, **options) for plan in ("pp=8", "dp=8,remat=full")
+    ]
+    assert {other.peak_rate for other in others} == {alone.peak_rate}

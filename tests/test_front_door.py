@@ -288,39 +288,6 @@ def test_search_finds_what_the_command_finds(capsys, tmp_path):
     assert re.search(r"dp=2,tp=4\S* \(yours\)", capsys.readouterr().out)
 
 
-@pytest.mark.parametrize(
-    ("stack", "sets"),
-    [
-        ("torchtitan", "tp=1|2,pp=1,zero=0|3,sp=off,remat=none,microbatch_size=1"),
-        (
-            "megatron",
-            "dp=2,pp=2,tp=2,zero=1,sp=off,stages=even|layers,schedule=1f1b|interleaved,chunks=1,microbatches=2,remat=none",
-        ),
-    ],
-)
-def test_the_text_of_a_plan_that_a_search_found_is_one_to_simulate(stack, sets):
-    found = distsim.search(GPT, "dgx-a100", sets, 16, top=9, stack=stack)
-    assert len(found.fitting) == 4
-    for trial in found.fitting:
-        alone = distsim.simulate(GPT, "dgx-a100", trial.text, 16, stack=stack)
-        assert (alone.step_period, alone.known_step.plan) == (trial.seconds, trial.text)
-
-
-def test_utilisation_is_of_the_type_in_which_most_of_the_model_is():
-    """Its head is in 16 bits, and larger than a layer, but not than all of them."""
-    model, options = (
-        GPT.replace("layers=2", "layers=8").replace("vocab=100", "vocab=1024"),
-        {"precision": "fp8"},
-    )
-    found = distsim.search(model, "dgx-h100", "dp=8,zero=1,remat=none", 16, **options)
-    alone = distsim.simulate(model, "dgx-h100", found.best.text, 16, **options)
-    assert (alone.peak_rate.dtype, alone.mfu) == ("float8e4m3fn", found.mfu)
-    others = [
-        distsim.simulate(model, "dgx-h100", plan, 16, **options) for plan in ("pp=8", "dp=8,remat=full")
-    ]
-    assert {other.peak_rate for other in others} == {alone.peak_rate}
-
-
 def test_the_simulation_that_a_search_found_is_that_of_simulate():
     sets = "tp=1|2,pp=1,zero=1,remat=none,microbatch_size=1"
     found = distsim.search(GPT, "dgx-a100", sets, 16, against="dp=2,tp=2")

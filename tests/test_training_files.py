@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from said import says
 
 from distsim.cli import main
-from distsim.errors import DistsimError, ImportModelError, ModelLimitError, PlanError
+from distsim.errors import DistsimError, ImportModelError, ModelLimitError
 from distsim.importer.configs import BatchSizes, read_deepspeed, read_megatron_args, read_torchtitan
 from distsim.importer.configs.arguments import read_indented
 from distsim.importer.configs.arithmetic import flags_of, integer_of
@@ -367,14 +367,6 @@ def test_deepspeed_in_bfloat16_without_zero_sums_in_float32_and_divides_state(tm
         assert plan(config, 8) == Plan.parse(f"dp=8,{said},remat=none")
     alone = read_deepspeed(written(tmp_path, '{"bf16": {"enabled": true}, "train_batch_size": 8}', "ds.json"))
     assert plan(alone, 1) == Plan.parse("remat=none")
-
-
-def test_batches_that_do_not_divide_say_what_would():
-    with says(PlanError, "batch of 10", "dp=4", "--batch 8"):
-        BatchSizes(10, 2).of(4)
-    assert BatchSizes(None, 2, microbatches=3).of(4) == (24, 3)
-    with says(PlanError, "--batch"):
-        BatchSizes().of(4)
 
 
 def test_options_go_before_the_file(tmp_path, capsys):

@@ -17,6 +17,8 @@ from distsim.commands.options.json_output import PRINTED, add_json, check_json, 
 from distsim.commands.options.model import add_model_options, model_options
 from distsim.commands.options.training_file import take_file
 from distsim.console.terminal import complain, for_terminal, say
+from distsim.errors import PlanError
+from distsim.importer.configs import TrainingConfig
 from distsim.plan_search.results import SearchResult
 from distsim.plan_search.training.estimate import OBJECTIVES, PUE
 from distsim.plan_search.training.goodput import FAILURES, RESTART, STORAGE
@@ -30,7 +32,7 @@ from distsim.report.page.sources import NamedCluster
 from distsim.report.progress import Progress
 from distsim.schedule.refusals import count
 from distsim.study.choices import Choices
-from distsim.study.clusters import SizedCluster
+from distsim.study.clusters import SizedCluster, sized_clusters
 from distsim.study.options import options_of
 from distsim.study.search import ClusterSearches
 from distsim.study.search_options import SearchOptions
@@ -161,7 +163,8 @@ def run(options: argparse.Namespace) -> int:
     check_json(options.json)
     config = take_file(options)
     if config is not None:
-        options.batch = config.batch.total if options.batch is None else options.batch
+        if options.batch is None:
+            options.batch = _batch_of_file(config, asked)
         for line in (*config.describe(), f"{config.source}: its layout is left open: plans are searched"):
             complain(line)
     searches = ClusterSearches.of(model_options(options, plan=None), asked, complain)
@@ -185,6 +188,25 @@ def run(options: argparse.Namespace) -> int:
         )
         teller(options.json)(f"page: {options.html}")
     return 0 if any(result.fitting for result in comparison.values()) else OUT_OF_MEMORY
+
+
+def _batch_of_file(config: TrainingConfig, asked: SearchOptions) -> int:
+    """Return the batch that a file has: on the devices of the clusters, where it is said of a rank."""
+    if config.batch.total is not None:
+        return config.batch.total
+    sized = sized_clusters(asked.clusters, asked.gpus, asked.set)
+    counts = sorted({len(each.topology.devices) for each in sized})
+    if len(counts) > 1:
+        raise PlanError(
+            f"{config.source} says the batch of a rank, and {', '.join(map(str, counts))} devices have other "
+            "ranks: give --batch, the same for all"
+        )
+    try:
+        total = config.laid_out(counts[0])[1]
+    except PlanError as error:
+        raise PlanError(f"{error}; a search takes the batch from --batch, whatever the layout") from None
+    complain(f"{config.source}: batch {total}, that of its own layout on {counts[0]} devices")
+    return total
 
 
 def _searched(

@@ -176,7 +176,11 @@ def _interval(trial: PlanTrial) -> str:
     if not trial.high:
         return "-"
     scale, unit = time_scale(trial.seconds)
-    return f"{trial.low / scale:.3g} to {trial.high / scale:.3g} {unit}"
+    low, high = (
+        f"{own / scale:.3g}" if own < 999 * scale else f"{own / scale:,.0f}"
+        for own in (trial.low, trial.high)
+    )
+    return f"{low} to {high} {unit}"
 
 
 def _usable(trial: PlanTrial) -> float | None:

@@ -11,7 +11,7 @@ from distsim.cost.cost_model import CostModel
 from distsim.cost.efficiency import matrix_type
 from distsim.errors import SimulationError
 from distsim.extras import data_frame
-from distsim.ir import Device, Function
+from distsim.ir import Device, Function, Op
 from distsim.ir.dead import brings_backward
 from distsim.ops import op_label
 from distsim.program.program import Program
@@ -269,20 +269,16 @@ class Simulation:
         Ranks of experts do in lock step what the busiest does: their waiting for it counts as its work.
         Over time and peak it gives the hardware utilisation (HFU); MFU wants the model's own FLOPs.
         """
-        members = [len(group) for group in self.classes.members]
-        return float(sum(op_flops(op) * members[c] * times for op, c, times, _ in self.timeline.op_runs))
+        return float(sum(op_flops(op) * times for op, times in self._counted))
+
+    @cached_property
+    def _counted(self) -> list[tuple[Op, int]]:
+        return [(op, len(self.classes.members[c]) * times) for op, c, times, _ in self.timeline.op_runs]
 
     @property
     def peak_rate(self) -> PeakRate:
-        """The FLOP/s that utilisation is a share of: in the type of most products of the model, where it is
-        known, else of all that ran."""
-        known = None if self.step is None else self.step.dtype
-        return PeakRate.of(known or self._type_run, list(self.timestamps))
-
-    @cached_property
-    def _type_run(self) -> str | None:
-        members = [len(group) for group in self.classes.members]
-        return matrix_type((op, members[c] * times) for op, c, times, _ in self.timeline.op_runs)
+        """The FLOP/s that utilisation is a share of, in the type of most products of the model, or run."""
+        return PeakRate.of((self.step and self.step.dtype) or matrix_type(self._counted), [*self.timestamps])
 
     @property
     def mfu(self) -> float:

@@ -19,8 +19,8 @@ class TrainedStep:
     """A step over so many ``samples`` of ``sequence`` tokens each (0: of none).
 
     ``flops`` are those of the model itself (:func:`distsim.interpret.count_model_flops`), MFU's numerator,
-    and ``dtype`` the element type in which most of its products are, of which MFU is a share of the peak (None:
-    not said). ``trains`` is False for a forward pass alone.
+    and ``dtype`` the element type in which most of its products are, whose peak MFU is a share of (None: not
+    said). ``trains`` is False for a forward pass alone.
     """
 
     name: str

@@ -8,6 +8,7 @@ from typing import Any
 
 from distsim.errors import PlanError
 from distsim.importer import is_decoder
+from distsim.importer.configs import TrainingConfig
 from distsim.ir import Function, Topology
 from distsim.ir.kernel_rates import ATTENTION_KERNELS
 from distsim.plan import Plan, parse_schedule
@@ -23,7 +24,8 @@ from distsim.transforms.kernels.policies import Kernels, kernels_named
 class Choices:
     """What is decided of a training but its loss, its model and its plan.
 
-    ``stack`` has what a plan does not say. ``assumed`` lists what was not asked for, as text.
+    ``stack`` has what a plan does not say, and before it ``file``, if a framework's file says how it is
+    trained. ``assumed`` lists what was not asked for, as text.
     """
 
     precision: Precision | None
@@ -33,6 +35,7 @@ class Choices:
     clip: float | None
     stack: Stack
     assumed: tuple[str, ...]
+    file: TrainingConfig | None = None
 
     @staticmethod
     def of(options: ModelOptions, trains: bool = True) -> Choices:
@@ -73,6 +76,7 @@ class Choices:
             choice("clip") or None,  # 0, as Megatron-LM's --clip-grad 0: not at all
             stack,
             tuple(assumed),
+            options.from_file,
         )
 
     def device_notes(self, topology: Topology) -> list[str]:
@@ -141,17 +145,28 @@ class Choices:
         text = str(plan)
         if "chunks=" not in text and _asks_for_chunks(plan):
             text += f",chunks={plan.chunks}"
-        while (read := self._filled(plan, fields_given(text))) != plan:
+        if self.file is not None and self.file.copies > 1:  # what is divided as the file has it may not be
+            name = "zero_ranks" if plan.zero else "zero"
+            text += "" if f"{name}=" in text else f",{name}={getattr(plan, name)}"
+        while (read := self._read(text, plan.devices)) != plan:
             name = next(
                 own.name for own in fields(plan) if getattr(read, own.name) != getattr(plan, own.name)
             )
             text += f",{name}={getattr(plan, name)}"  # others may follow from it: bucket from zero
         return text
 
+    def _read(self, text: str, devices: int) -> Plan:
+        """Return the plan that a text asks for, beside the file if there is one."""
+        if self.file is not None:
+            text, _ = self.file.laid_out(devices, text, self.file.batch.total or devices)
+        return self._filled(Plan.parse(text), fields_given(text))
+
     def _filled(self, plan: Plan, given: Collection[str]) -> Plan:
         """Return a plan with what the stack has for fields that are not given."""
         own: dict[str, str | int] = {"remat": self.stack.remat}
-        own |= {"sp": self.stack.sp, "tp_overlap": self.stack.tp_overlap} if plan.tp > 1 else {}
+        if plan.tp > 1:
+            sp = plan.sp if "sp" in given else self.stack.sp
+            own |= {"sp": sp, "tp_overlap": self._tp_overlap(sp)}
         own |= {"zero": self.stack.zero} if plan.dp * plan.cp > 1 else {}
         return self.spread(replace(plan, **{k: v for k, v in own.items() if k not in given}), given)
 
@@ -163,9 +178,14 @@ class Choices:
         if plan.cp > 1:
             fields |= {"cp_kind": self.stack.contexts.get(plan.cp_kind, plan.cp_kind)}
         if plan.tp > 1:
-            fields |= {"tp_overlap": self.stack.tp_overlap}
+            fields |= {"tp_overlap": self._tp_overlap(plan.sp)}
             fields |= {"sp": self.stack.sp} if plan.sp == "on" and self.stack.sp != "off" else {}
         return replace(plan, **{name: own for name, own in fields.items() if name not in given})
+
+    def _tp_overlap(self, sp: str) -> str:
+        """Return how products and collectives of tp overlap: undivided sequences have no parts."""
+        own = self.stack.tp_overlap
+        return "on" if own == "split" and sp == "off" else own
 
 
 def fields_given(text: str) -> list[str]:

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from distsim.errors import ImportModelError
 from distsim.importer.configs.tracked import TrackedFields
-from distsim.importer.configs.training import BatchSizes, TrainingConfig
+from distsim.importer.configs.training import BatchSizes, TrainingConfig, with_layout
 from distsim.importer.decoders.config_fields import read_config
 from distsim.plan.stacks import STACKS
 
@@ -90,17 +90,17 @@ def read_deepspeed(path: str | os.PathLike[str]) -> TrainingConfig:
     stack = replace(
         stack,
         precision=precision,
-        remat="none",
         optimizer=_OPTIMIZERS[optimizer.lower()],
         clip=float(clip) if isinstance(clip, int | float) and clip else None,
-        plan={},
     )
     batch = _batch(whole, notes)
     ranks = whole.part("zero_optimization").value("mics_shard_size")
     if zero == 3 and type(ranks) is int and ranks > 0:
         fields["zero_ranks"] = ranks
     unknown = [name for name in whole.unread(WITHOUT_EFFECT) if not _is_plain(name)]
-    return TrainingConfig(origin, stack, fields, batch=batch, notes=tuple(notes), unknown=tuple(unknown))
+    return TrainingConfig(
+        origin, with_layout(stack, fields), fields, batch=batch, notes=tuple(notes), unknown=tuple(unknown)
+    )
 
 
 def _is_plain(field: str) -> bool:

@@ -14,7 +14,7 @@ from distsim.importer.configs.arguments import read_arguments
 from distsim.importer.configs.megatron_layout import MegatronLayout
 from distsim.importer.configs.megatron_model import model_of
 from distsim.importer.configs.tracked import TrackedFields
-from distsim.importer.configs.training import BatchSizes, TrainingConfig
+from distsim.importer.configs.training import BatchSizes, TrainingConfig, with_layout
 from distsim.plan.stacks import STACKS, Stack
 
 DEFAULTS: dict[str, object] = {
@@ -147,9 +147,10 @@ def read_megatron_args(path: str | os.PathLike[str]) -> TrainingConfig:
             notes.append(f"{name}: {instead}")
     if found.notes:
         notes.append(f"includes {', '.join(found.notes)}, which is not read")
+    stack = with_layout(_stack(fields, layout, notes), layout.fields)
     return TrainingConfig(
         origin,
-        replace(_stack(fields, layout, notes), vocabulary_multiple=vocabulary_multiple),
+        replace(stack, vocabulary_multiple=vocabulary_multiple),
         layout.fields,
         sizes=sizes,
         loads=loads,
@@ -186,10 +187,8 @@ def _stack(fields: TrackedFields, layout: MegatronLayout, notes: list[str]) -> S
         precision=layout.precision,
         attention=_attention(fields),
         kernels="fused_loss" if fused else "fused",
-        remat="none",
         optimizer=_optimizer(fields),
         clip=float(clip) or None,
-        plan={},
     )
 
 

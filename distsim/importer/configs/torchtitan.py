@@ -14,7 +14,7 @@ from itertools import pairwise
 
 from distsim.errors import ImportModelError
 from distsim.importer.configs.tracked import TrackedFields
-from distsim.importer.configs.training import BatchSizes, TrainingConfig
+from distsim.importer.configs.training import BatchSizes, TrainingConfig, with_layout
 from distsim.importer.decoders import named_sizes
 from distsim.importer.decoders.config_fields import MAX_CONFIG_BYTES
 from distsim.importer.tensors import read_bytes
@@ -117,7 +117,7 @@ def read_torchtitan(path: str | os.PathLike[str]) -> TrainingConfig:
     seq, batch = _with(training, "seq_len", 2048), layout.batch()
     unknown = [field for field in whole.unread(WITHOUT_EFFECT) if not _is_plain(field)]
     return TrainingConfig(
-        *(origin, stack, fields, name, sizes),
+        *(origin, with_layout(stack, fields), fields, name, sizes),
         seq=seq,
         batch=batch,
         copies=layout.replicate if layout.shards else 1,
@@ -198,10 +198,8 @@ def _stack(whole: TrackedFields, layout: _TitanLayout, eight: str, notes: list[s
         STACKS["torchtitan"],
         precision=policy,
         kernels=kernels,
-        remat="none",
         optimizer=optimizer,
         clip=clip,
-        plan={},
     )
 
 

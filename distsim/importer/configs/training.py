@@ -20,7 +20,31 @@ _WITH_TP = ("sp", "tp_overlap")
 _WITH_PP = ("schedule", "chunks", "stages")
 PAIRED = "combined_1f1b"
 """A schedule that a single rank has, too: its microbatches overlap."""
+_OF_ZERO = ("reshard", "bucket", "overlap_grads", "overlap_params")
 _WITH_DATA = ("zero", "reshard", "bucket", "overlap_grads", "overlap_params", "zero_ranks")
+
+
+def with_layout(stack: Stack, fields: Mapping[str, str | int]) -> Stack:
+    """Return a stack that has for other plans what a file says of the ranks of its own.
+
+    ``fields`` are those of the file's plan: what it leaves open is as a plan has it, not as the framework.
+
+    >>> own = with_layout(STACKS["megatron"], {"zero": 1, "bucket": "9p", "overlap_grads": "on"})
+    >>> own.zero, own.spread_fields(0), own.spread_fields(3)
+    (1, {'bucket': '9p', 'overlap_grads': 'on'}, {})
+    """
+    zero = int(fields.get("zero", 0))
+    own = {name: fields[name] for name in _OF_ZERO if name in fields}
+    plan = {other: {**stack.spread_fields(other), **_of_zero(own, zero, other)} for other in range(4)}
+    overlap = {"tp_overlap": str(fields["tp_overlap"])} if "tp_overlap" in fields else {}
+    return replace(stack, remat="none", zero=zero, plan=plan | {zero: own}, **overlap)
+
+
+def _of_zero(own: Mapping[str, str | int], zero: int, other: int) -> dict[str, str | int]:
+    """Return fields about one stage of ZeRO that say something of another."""
+    if (zero == 3) != (other == 3):
+        return {}
+    return {name: value for name, value in own.items() if other or name != "overlap_params"}
 
 
 @dataclass(frozen=True)
@@ -39,6 +63,7 @@ class BatchSizes:
 
         Raises :class:`PlanError` where they do not come out whole, or nothing says how many there are.
         """
+        file_alone = total is None and microbatches is None
         total = self.total if total is None else total
         if total is None:
             count = microbatches or self.microbatches
@@ -50,6 +75,13 @@ class BatchSizes:
             return total, microbatches
         if self.micro is None:
             return total, self.microbatches or 1
+        if file_alone and self.microbatches and total != self.micro * self.microbatches * dp:
+            ranks = total / (self.micro * self.microbatches)
+            raise PlanError(
+                f"a batch of {total}, {self.microbatches} microbatches of {self.micro} on each, are of "
+                f"{ranks:g} data-parallel ranks, not {dp}: give --batch "
+                f"{self.micro * self.microbatches * dp}, or microbatches= in --plan"
+            )
         count, rest = divmod(total, dp * self.micro)
         if rest or not count:
             raise PlanError(
@@ -113,7 +145,7 @@ class TrainingConfig:
             total, items["microbatches"] = self.batch.of(dp, batch, asked)
         except PlanError as error:
             raise PlanError(f"{self.source}: {error}") from None
-        if self.copies > 1 and "zero_ranks" not in given and items.get("zero", 0) != 0:
+        if self.copies > 1 and "zero_ranks" not in given and str(items.get("zero", 0)) != "0":
             if dp % self.copies:
                 raise PlanError(
                     f"{self.source}: {self.copies} groups that divide state each do not divide dp={dp}"
