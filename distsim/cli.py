@@ -93,8 +93,8 @@ VALIDATE_EPILOG = """examples:
   distsim validate measured.csv --csv predictions.csv --plot predictions.png
   distsim validate measured.csv --regret
 
-Each row is laid out by its columns alone: framework, hw_gpu, seq, model or n_layers, global_batch or
-n_microbatches, n_gpus or dp, and what else it says (docs/accuracy.md). Without a table it is
+Each row is laid out by its columns alone: framework, hw_gpu, seq, model or n_layers, two of global_batch,
+micro_batch and n_microbatches, n_gpus or dp, and what else it says (docs/accuracy.md). Without a table it is
 distsim/truth/published.csv: published steps, each with its source and where that is. Rows that cannot be
 expressed are listed; the exit status is 1 if distsim fails on a row.
 """

@@ -279,6 +279,8 @@ def test_steps_of_ones_own_correct_and_narrow():
     assert not clash([1.2] * 10_000)
     with pytest.raises(SimulationError, match="0 is no ratio of measured to predicted"):
         correction([1.0, 0.0])
+    with pytest.raises(SimulationError, match="'1.05' is no ratio"):
+        correction(["1.05"])
 
 
 def test_steps_of_ones_own_that_disagree_or_do_not_fit_widen():

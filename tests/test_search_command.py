@@ -156,7 +156,10 @@ def test_killed_and_resumed_it_says_the_same(capsys, tmp_path, whole):
     assert sorted(map(len, resumed)) == sorted(map(len, lines))  # nothing was tried twice
     # More of the best from the same journal are those of a new search.
     more = [*SMALL[:-1], 5]
-    assert run(capsys, *more, "--journal", journal, "--resume")[0] == run(capsys, *more)[0]
+    known, new = tmp_path / "known.csv", tmp_path / "new.csv"
+    resumed = run(capsys, *more, "--csv", known, "--journal", journal, "--resume")[0]
+    assert resumed.replace("known.csv", "new.csv") == run(capsys, *more, "--csv", new)[0]
+    assert known.read_bytes() == new.read_bytes()
 
 
 def test_lines_that_were_changed_count_for_nothing(capsys, tmp_path):

@@ -13,7 +13,7 @@ from distsim.models.decoder_sizes import DropoutRates
 from distsim.ops.places import shape_of
 from distsim.plan import Plan
 from distsim.truth import MissingFeatureError, case_of
-from distsim.truth.row import cell, number, plain
+from distsim.truth.row import cell, decimal, number, plain
 
 FIELDS = {field.name for field in fields(Plan)}
 
@@ -280,13 +280,13 @@ def test_parameters_that_a_row_says_otherwise_are_noted():
 
 def test_cells():
     row = {"a": " 8? ", "b": "Zero_Bubble  ZB\u20131p", "c": "n/a"}
-    assert (cell(row, "a"), plain(row, "b"), cell(row, "c"), cell(row, "d")) == (
-        "8",
-        "zero-bubble zb-1p",
-        "",
-        "",
-    )
+    assert [cell(row, name) for name in "acd"] == ["8", "", ""] and plain(row, "b") == "zero-bubble zb-1p"
     assert number(row, "a") == 8 and number(row, "c", 3) == 3
+    cells = {"1.5e-1": 0.15, ".067": 0.067, "2.": 2.0, "": None, "0": None}
+    assert {text: decimal({"a": text}, "a") for text in cells} == cells
+    for text in (".", "e1", "-1", "1.2.3"):
+        with pytest.raises(MissingFeatureError, match="a number in column a"):
+            decimal({"a": text}, "a")
 
 
 def test_the_cluster_is_large_enough_for_the_plan():

@@ -3,9 +3,10 @@
 import pytest
 from truth_rows import GPT, LLAMA
 
+import distsim
 from distsim.ir import BFloat16, Float32
 from distsim.transforms.kernels import KERNELS
-from distsim.truth import case_of
+from distsim.truth import case_of, predict
 from distsim.truth.machine import OLD_LIBRARIES, Cluster
 from distsim.truth.software import LOSS_FUSED
 
@@ -230,3 +231,34 @@ def test_products_on_hopper_are_of_the_libraries_of_their_time(framework, gpu, o
     own, usual = (dict(each.topology().devices[0].rates.shares)["linear"] for each in clusters)
     assert cluster.old_libraries == old
     assert own / usual == pytest.approx(OLD_LIBRARIES if old else 1.0, rel=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("framework", "stack", "fields"),
+    [
+        ("torchtitan", "torchtitan", {"zero": 3, "reshard": "auto", "bucket": "fsdp2"}),
+        ("PyTorch FSDP", "fsdp", {"zero": 3}),
+        ("Composer", "composer", {"zero": 3}),
+        ("Megatron-LM", "megatron", {"zero": 0, "bucket": "megatron"}),
+        ("PyTorch", "torch", {"zero": 0}),
+    ],
+)
+def test_what_no_column_says_to_be_divided_is_as_the_stack_has_it(framework, stack, fields):
+    open_row = LLAMA | {"framework": framework, "zero": "", "fsdp": "", "precision": "bf16"}
+    case = case_of(open_row)
+    assert case.stack.name == stack and {name: getattr(case.plan, name) for name in fields} == fields
+    assert case.precision == case_of(open_row | {"zero": str(fields["zero"])}).precision
+    said = "zero=3, parameters divided over all ranks" in case.assumed
+    assert said == (fields["zero"] == 3) and case_of(open_row | {"zero": "0"}).plan.zero == 0
+    assert case_of(open_row | {"dp": "1", "n_gpus": "1", "global_batch": "2"}).plan.zero == 0
+
+
+def test_plain_pytorch_is_the_stack_of_simulate():
+    """Predicted seconds of ``validate`` are those that its ratios correct, by ``--own-runs``."""
+    row = {"framework": "PyTorch", "model": "gpt2", "hw_gpu": "A100", "seq": "1024", "dp": "8"}
+    row |= {"global_batch": "64", "micro_batch": "8"}
+    case = case_of(row)
+    assert (case.attention, case.precision.name, case.kernels) == ("flash", "amp", "eager")
+    found = distsim.simulate("gpt2", "dgx-a100", "dp=8", batch=64, seq=1024)
+    assert predict(case).seconds == pytest.approx(found.step_period, rel=1e-9)
+    assert case_of(row | {"source_url": "arxiv:2104.04473"}).attention == "math", "before torch 2.0"

@@ -367,7 +367,7 @@ class PlanEvaluator:
         peak = max(memory.peaks) if fullest is None else peaks[fullest]
         # On devices of several kinds others may have faster ones.
         layers = layer_work(program, self.costs) if len(self._kinds) == 1 else None
-        found = PlanTrial(str(plan), peak=peak, usable=usable, missing=memory.missing, layers=layers)
+        found = PlanTrial(str(plan), peak=peak, usable=usable, missing=float(memory.missing), layers=layers)
         if memory.missing > NEARLY * usable:
             return found
         simulation = self.simulator.simulate(program)

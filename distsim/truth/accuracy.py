@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from distsim.schedule.refusals import count
+from distsim.simulation.explain.interval import clash
 from distsim.simulation.explain.text import table
 from distsim.truth.evaluation import Outcome
 from distsim.truth.row import Row
@@ -170,7 +171,8 @@ class Accuracy:
             shown = " ".join(f"{ratio:.3f}" for ratio in found)
             if len(found) > MOST_RATIOS:
                 shown = f"{statistics.median(found):.3f} (the median of {len(found)})"
-            lines.append(f"  {name[:_LONGEST_NAME]}: --own-runs {shown}")
+            far = "  (far from 1: is iter_time_s in seconds, and the row what ran?)" if clash(found) else ""
+            lines.append(f"  {name[:_LONGEST_NAME]}: --own-runs {shown}{far}")
         return "\n".join(lines)
 
     def _intervals(self) -> list[str]:

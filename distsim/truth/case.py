@@ -25,9 +25,9 @@ from distsim.transforms.autodiff.precision import Precision
 from distsim.transforms.kernels.attention import set_attention
 from distsim.transforms.key_heads import repeat_keys
 from distsim.truth.architecture import sizes_of, with_named_sizes
-from distsim.truth.layout import global_batch, layout_of, zero_of
+from distsim.truth.layout import global_batch, layout_of
 from distsim.truth.machine import Cluster, cluster_of
-from distsim.truth.row import Row, number, plain
+from distsim.truth.row import Row, number, plain, zero_of
 from distsim.truth.software import software_of
 
 

@@ -14,7 +14,16 @@ from distsim.errors import PlanError
 from distsim.plan import Plan
 from distsim.plan.stacks import Stack
 from distsim.schedule import SCHEDULES
-from distsim.truth.row import MissingFeatureError, Row, cell, number, plain, without_remark
+from distsim.truth.row import (
+    MissingFeatureError,
+    Row,
+    cell,
+    number,
+    plain,
+    says_zero,
+    without_remark,
+    zero_of,
+)
 from distsim.truth.software import eight_bits
 from distsim.truth.stage_layers import StageSizes, stages_of
 
@@ -52,7 +61,7 @@ POST_VALIDATION = r"zero-bubble"
 their authors, whose README (3a91d0c8) has ``--enable-optimizer-post-validation`` among the "quick settings to
 enable Zero Bubble"."""
 
-TORCH_CHECKPOINT = ("torchtitan", "composer", "plain")
+TORCH_CHECKPOINT = ("torch", "torchtitan", "composer", "plain")
 """Stacks whose checkpoints are torch.utils.checkpoint without reentrance: a block recomputed is left as soon
 as backward has all it needs."""
 
@@ -76,18 +85,6 @@ class Layout:
     left_out: tuple[str, ...]
 
 
-def zero_of(row: Row) -> int:
-    """Return ZeRO's stage, by its column, or by the strategy of FSDP where that is empty."""
-    sharding = plain(row, "fsdp")
-    if cell(row, "zero") or not sharding:
-        return number(row, "zero", 0)
-    if re.search(r"no-shard|\bddp\b|^no(ne)?$", sharding):
-        return 0
-    if re.search(r"full-shard|hybrid|hsdp|fsdp|shard-grad-op|zero-?3|^yes", sharding):
-        return 3
-    raise MissingFeatureError(f"fsdp {sharding!r:.60}")
-
-
 def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
     """Return the layout of a row; append what no column says to ``assumed``.
 
@@ -97,6 +94,8 @@ def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
     schedule, chunks = _schedule(row, degrees["pp"], assumed)
     layers = number(row, "n_layers")
     stages = degrees["pp"] * chunks
+    spread = degrees["dp"] * degrees["cp"] > 1
+    zero = zero_of(row, stack.zero if spread else 0)
     items: dict[str, str | int] = {
         **{axis: size for axis, size in degrees.items() if size > 1 or axis in ("dp", "tp", "pp")},
         **{"microbatches": _microbatches(row, degrees["dp"]), "schedule": schedule, "chunks": chunks},
@@ -104,13 +103,12 @@ def layout_of(row: Row, stack: Stack, assumed: list[str]) -> Layout:
         **({"stages": _stages(row, stack, stages, assumed)} if degrees["pp"] > 1 else {}),
         **_validation(row, schedule, assumed),
         **_context(row, stack, degrees["cp"]),
-        **_sharding(row),
+        **_sharding(row, zero, assumed),
         **_sequence(row, stack, degrees["tp"]),
         **_experts(row, degrees, assumed),
     }
-    spread = degrees["dp"] * degrees["cp"] > 1
-    said = _overlap(row, spread, spread and zero_of(row) in (1, 2))
-    usual = stack.spread_fields(zero_of(row)) if spread else {}
+    said = _overlap(row, spread, spread and zero in (1, 2))
+    usual = stack.spread_fields(zero) if spread else {}
     if degrees["tp"] > 1:
         usual["tp_overlap"] = stack.tp_overlap
     else:
@@ -277,9 +275,11 @@ def _context(row: Row, stack: Stack, cp: int) -> dict[str, str | int]:
     return {"cp_kind": stack.contexts.get(kind, kind)}
 
 
-def _sharding(row: Row) -> dict[str, str | int]:
+def _sharding(row: Row, zero: int, assumed: list[str]) -> dict[str, str | int]:
     """Return how state, gradients and parameters are divided over data-parallel ranks."""
-    zero, sharding = zero_of(row), plain(row, "fsdp")
+    sharding = plain(row, "fsdp")
+    if zero and not says_zero(row):
+        assumed.append(f"zero={zero}, parameters divided over all ranks")
     found: dict[str, str | int] = {"zero": zero} if zero else {}
     if zero == 3 and "shard-grad-op" in sharding:
         found["reshard"] = "never"

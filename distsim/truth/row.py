@@ -155,6 +155,25 @@ def decimal(row: Row, column: str) -> float | None:
     text = cell(row, column)
     if not text:
         return None
-    if not re.fullmatch(r"[0-9]{1,12}(\.[0-9]{0,20})?(e[+-]?[0-9]{1,2})?", text, re.ASCII | re.IGNORECASE):
+    if not re.fullmatch(
+        r"([0-9]{1,12}\.?[0-9]{0,20}|\.[0-9]{1,20})(e[+-]?[0-9]{1,2})?", text, re.ASCII | re.IGNORECASE
+    ):
         raise MissingFeatureError(f"a number in column {column}, not {text!r:.60}")
     return float(text) or None
+
+
+def says_zero(row: Row) -> bool:
+    """Whether a column says what is divided over data-parallel ranks."""
+    return bool(cell(row, "zero") or plain(row, "fsdp"))
+
+
+def zero_of(row: Row, usual: int = 0) -> int:
+    """Return ZeRO's stage, by its column, else by the strategy of FSDP; ``usual`` where both are empty."""
+    sharding = plain(row, "fsdp")
+    if cell(row, "zero") or not sharding:
+        return number(row, "zero", usual)
+    if re.search(r"no-shard|\bddp\b|^no(ne)?$", sharding):
+        return 0
+    if re.search(r"full-shard|hybrid|hsdp|fsdp|shard-grad-op|zero-?3|^yes", sharding):
+        return 3
+    raise MissingFeatureError(f"fsdp {sharding!r:.60}")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distsim.ir import BFloat16, Float8E4M3FN, Float16
 from distsim.plan.stacks import STACKS, Stack
 from distsim.transforms.autodiff.precision import POLICIES, Precision
-from distsim.truth.row import MissingFeatureError, Row, cell, number, plain
+from distsim.truth.row import MissingFeatureError, Row, cell, number, plain, says_zero
 
 FLASH_TRAINING = r"^flash-?att(entio)?n\b.*\btraining"
 FRAMEWORKS = (
@@ -27,7 +27,7 @@ FRAMEWORKS = (
     (r"nemo ?2\b|megatron[- ]bridge", "megatron", "fused_loss"),
     ("megatron|megascale|nemo|mcore|galvatron|transformer ?engine", "megatron", None),
     ("sagemaker model parallel", "deepspeed", None),
-    ("pytorch|torch|transformers|hugging ?face", "plain", None),
+    ("pytorch|torch|transformers|hugging ?face", "torch", None),
 )
 """The stack of a framework whose column has the pattern, the first that fits, and kernels where they are not
 the stack's: codes that reduce FSDP's gradients in float32 are as torchtitan; XLA fuses what it compiles.
@@ -76,7 +76,7 @@ KEYS_GROUPED = "2026-02"
 ROWS_WEIGHED = "2025-04"
 """Since when experts of Megatron-LM weigh their rows (26596307): older rows do where their tokens are."""
 
-TORCH_FSDP = ("torchtitan", "fsdp", "composer", "plain")
+TORCH_FSDP = ("torch", "torchtitan", "fsdp", "composer", "plain")
 """Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
 
 _MATH = (
@@ -94,6 +94,9 @@ _KERNELS = (
     (r"sdpa", "flash2"),
 )
 """The kernel of attention that a column names."""
+
+ATTENTION_FUSED = "2023-03"
+"""Since when torch has scaled_dot_product_attention, which rows that say nothing run: torch 2.0."""
 
 _EIGHT_BITS = r"\b(mx)?fp8|float-?8|\be4m3"
 _SCALINGS = (
@@ -140,7 +143,7 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
         kernels = "fused_waiting" if _month(row) > PASSES_TIMED else "fused_2022"
     if re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
         kernels = LOSS_FUSED.get(kernels, kernels)
-    precision = _precision(row, stack, zero)
+    precision = _precision(row, stack, zero if says_zero(row) else stack.zero)
     if not plain(row, "precision"):
         assumed.append(f"precision {precision.name}")
     return Software(stack, kernels, _attention(row, stack, assumed), precision)
@@ -234,7 +237,8 @@ def _attention(row: Row, stack: Stack, assumed: list[str]) -> str:
     text = plain(row, "attention")
     found = next((kernel for pattern, kernel in _KERNELS if re.search(pattern, text)), None)
     if found is None:
-        usual = stack.attention or kind or "math"
+        fused = stack.name == "torch" and not "" < _month(row) < ATTENTION_FUSED
+        usual = stack.attention or kind or ("flash" if fused else "math")
         found = kind if kind and usual == "math" else usual
         assumed.append(f"attention {found}")
     return found

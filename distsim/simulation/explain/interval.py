@@ -18,10 +18,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from numbers import Real
 from statistics import NormalDist, median
 from typing import NamedTuple
 
-from distsim.errors import SimulationError
+from distsim.errors import SimulationError, shortened
 
 SPREADS: Mapping[str, float] = {
     **dict.fromkeys(("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast", "shift"), 0.25),
@@ -71,9 +72,10 @@ def correction(ratios: Sequence[float]) -> float:
     (1.083, 1.156, 1.0)
     """
     for ratio in ratios:
-        if not 1 / MOST_RATIO <= ratio <= MOST_RATIO:
+        if not isinstance(ratio, Real) or not 1 / MOST_RATIO <= ratio <= MOST_RATIO:
             raise SimulationError(
-                f"{ratio:g} is no ratio of measured to predicted seconds; those of the same step are about 1"
+                f"{shortened(ratio)} is no ratio of measured to predicted seconds; those of the same step "
+                "are about 1"
             )
     return math.exp(_OwnRuns(ratios).taken) if ratios else 1.0
 
