@@ -183,6 +183,10 @@ def test_the_command_line_simulates_a_partition(mode, capsys, tmp_path):
         (["--saturate-host"], "--saturate-host goes with --partition"),
         (["--time-limit", "0"], "--time-limit goes with --partition"),
         (["--device-memory", "0"], "--device-memory goes with --partition"),
+        (["--partition", "single", "--device-memory", "1KiB"], "gpu:0 has 1024: "),
+        (["--partition", "single", "--device-memory", "1kB"], "gpu:0 has 1000: "),
+        (["--partition", "single", "--device-memory", "-5"], "--device-memory: '-5 B' is no number"),
+        (["--partition", "single", "--device-memory", "1 GFLOP/s"], "'GFLOP/s' is not one of B, kB"),
     ],
 )
 def test_the_command_line_says_what_is_wrong(extra, message, capsys):

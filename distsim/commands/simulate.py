@@ -19,6 +19,7 @@ from distsim.console.terminal import for_terminal, say
 from distsim.cost import CostModel, UncostedOperatorWarning
 from distsim.device_placement.partitioned import HOST_MODES, partition_model
 from distsim.errors import PlanError
+from distsim.hardware.units import BYTES, parse_quantity
 from distsim.interpret import count_model_flops
 from distsim.ir import Device, Function
 from distsim.plan_search import PlanTrials, remedies
@@ -85,7 +86,7 @@ def add_step_options(parser: argparse.ArgumentParser) -> None:
         help=f"inference of one batch instead of a plan, its ops on all devices by {', '.join(HOST_MODES)}",
     )
     parser.add_argument(
-        "--device-memory", type=float, metavar="BYTES", help="with --partition: less memory than devices have"
+        "--device-memory", metavar="SIZE", help="with --partition: less memory than devices have, as 10GiB"
     )
     parser.add_argument(
         "--saturate-host", action="store_true", help="with --partition: replicas on devices that are idle"
@@ -262,7 +263,7 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> Step
     cost_model = CostModel(topology, strict=options.strict)
     simulator = simulator_of(_engine(options), cost_model)
     function = forward_pass(asked, progress)
-    memory = math.inf if options.device_memory is None else options.device_memory
+    memory = math.inf if options.device_memory is None else _bytes(options.device_memory)
     limit = 10.0 if options.time_limit is None else options.time_limit
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes below
@@ -276,6 +277,14 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> Step
         simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
     way = f"{options.partition}, inference"
     return StepReport(way, function, simulation, found.describe(simulation))
+
+
+def _bytes(text: str) -> float:
+    """Return the bytes of a size: a number alone is of bytes."""
+    number, unit = parse_quantity(
+        text if text.strip()[-1:].isalpha() else f"{text} B", BYTES, "--device-memory"
+    )
+    return number * BYTES[unit]
 
 
 def _write(options: argparse.Namespace, step: StepReport, progress: Progress) -> int:
