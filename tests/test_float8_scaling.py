@@ -24,6 +24,7 @@ from distsim.ops import Signature, compute, operator, sharding_rule, signature_o
 from distsim.ops.conversion import ONCE
 from distsim.ops.onnx_bridge import type_number
 from distsim.plan import Plan
+from distsim.plan_search.views.text import describe
 from distsim.study.choices import Choices
 from distsim.study.options import ModelOptions
 from distsim.transforms import SGD, Adam, add_loss, differentiate, precision_named
@@ -298,6 +299,7 @@ def test_utilisation_is_of_the_type_in_which_most_of_the_model_is():
     found = distsim.search(model, "dgx-h100", "dp=8,zero=1,remat=none", 16, **options)
     alone = distsim.simulate(model, "dgx-h100", found.best.text, 16, **options)
     assert (alone.peak_rate.dtype, alone.mfu) == ("float8e4m3fn", found.mfu)
+    assert "\nMFU is of 1979 TFLOP/s a device (float8e4m3fn)\n" in describe(found)
     others = [
         distsim.simulate(model, "dgx-h100", plan, 16, **options) for plan in ("pp=8", "dp=8,remat=full")
     ]

@@ -45,7 +45,7 @@ def _counts(result: SearchResult) -> list[str]:
 
 def best_table(result: SearchResult) -> list[str]:
     """Return the table of the best plans, and below it what all of their plans say."""
-    plans = [trial.short.split(",") for trial in result.winners]
+    step, plans = result.step, [trial.short.split(",") for trial in result.winners]
     shared = [part for part in plans[0] if len(plans) > 1 and all(part in other for other in plans)]
     estimates = [result.estimate(trial) for trial in result.winners]
     costs = plan_cost_columns(estimates, result.step.unit) if result.costs.shown else {}
@@ -65,6 +65,7 @@ def best_table(result: SearchResult) -> list[str]:
     return [
         *table(header, rows, len(words) + 1),
         *([f"all of them with {','.join(shared)}"] if shared else []),
+        *([f"MFU is of {step.peak / 1e12:.4g} TFLOP/s a device ({step.dtype})"] if step.peak else []),
     ]
 
 
