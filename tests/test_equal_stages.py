@@ -7,6 +7,7 @@ import pytest
 
 from distsim.errors import PlanError
 from distsim.plan_search import parse_sets
+from distsim.plan_search.absent_values import undivided
 from distsim.plan_search.space import ModelTraits, PlanSpace
 from distsim.study.choices import Choices
 from distsim.study.options import ModelOptions
@@ -37,6 +38,23 @@ def test_equal_stages_are_all_there_are_only_where_layers_divide(layers, devices
             found.setdefault(plan.stages, set()).add(plan.pp)
             assert plan.stages == "default" or sets == "stages=layers" or layers % plan.num_stages == 0
     assert found == pipelines
+
+
+@pytest.mark.parametrize(
+    ("layers", "devices", "sets", "said"),
+    [
+        (32, 96, "", "without pp=3, 6, 12, 24, whose equal stages do not divide 32 layers: stages="),
+        (32, 96, "pp=*", "without pp=3, 6, 12, 24, "),
+        (32, 96, "pp=3|4", ""),
+        (32, 64, "", ""),
+        (61, 64, "", ""),
+        (32, 96, "stages=layers", ""),
+    ],
+)
+def test_pipelines_that_are_not_tried_are_said(layers, devices, sets, said):
+    space = megatron(layers, devices, sets)
+    found = undivided(space, space.traits.every_layer * space.stages_divide)
+    assert found.startswith(said) and bool(found) == bool(said)
 
 
 def test_a_value_that_equal_stages_leave_out_has_the_reason():

@@ -74,6 +74,18 @@ def why_absent(space: EnumeratedPlans, name: str, value: str, batch: int, layers
     return ""
 
 
+def undivided(space: EnumeratedPlans, layers: int) -> str:
+    """Say which pp are not tried, as equal stages do not divide the layers; "" if none.
+
+    ``layers``: those of which stages have equally many; 0 where stages may be uneven.
+    """
+    given = space.sets.get("pp", ())
+    left_out = {own["pp"] for own in degrees_of(space) if layers % own["pp"] and str(own["pp"]) not in given}
+    pp = ", ".join(map(str, sorted(left_out)))
+    why = f"whose equal stages do not divide {layers} layers: stages=default tries them"
+    return f"without pp={pp}, {why}" if pp else ""
+
+
 def stage_counts(
     space: EnumeratedPlans, degrees: Iterable[Degrees], name: str = "", value: str = ""
 ) -> list[int]:

@@ -21,6 +21,7 @@ from distsim.hardware.cluster_table import settings_of
 from distsim.ir import Function, Topology, pformat
 from distsim.plan import Plan
 from distsim.plan.fields import PlanSets
+from distsim.plan_search.absent_values import undivided
 from distsim.plan_search.evaluation import SearchProblem
 from distsim.plan_search.journal import check_new
 from distsim.plan_search.results import SearchResult
@@ -228,9 +229,12 @@ class ClusterSearches:
         self, cluster: SizedCluster, workers: int | RemoteWorkers | None, alone: bool
     ) -> SearchResult:
         options, say, topology = self.options, self.say, cluster.topology
-        plans = self.study.space(topology).plans
+        space = self.study.space(topology)
+        plans = space.plans
         if say is not None:
             say(f"{count(len(plans), 'plan')} on {cluster.shown}")
+            if left_out := undivided(space, space.traits.every_layer * space.stages_divide):
+                say(left_out)
         against = None if options.against is None else self.study.choices.plan(options.against)
         journal = _journal(options.journal, cluster, alone)
         begun = journal is not None and journal.exists()  # a search may have stopped before this cluster
