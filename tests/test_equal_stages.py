@@ -44,7 +44,6 @@ def test_equal_stages_are_all_there_are_only_where_layers_divide(layers, devices
     ("layers", "devices", "sets", "said"),
     [
         (32, 96, "", "without pp=3, 6, 12, 24, whose equal stages do not divide 32 layers: stages="),
-        (32, 96, "pp=*", "without pp=3, 6, 12, 24, "),
         (32, 96, "pp=3|4", ""),
         (32, 64, "", ""),
         (61, 64, "", ""),
