@@ -138,7 +138,7 @@ class Choices:
 
         >>> choices = Choices.of(ModelOptions("gpt2", stack="torchtitan"))
         >>> choices.written(Plan(dp=8))
-        'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b,remat=none,zero=0'
+        'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b,zero=0,remat=none'
         >>> choices.written(choices.plan("dp=8"))
         'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b,remat=every_early:2,zero=3,reshard=auto,bucket=fsdp2'
         """
@@ -149,10 +149,9 @@ class Choices:
             name = "zero_ranks" if plan.zero else "zero"
             text += "" if f"{name}=" in text else f",{name}={getattr(plan, name)}"
         while (read := self._read(text, plan.devices)) != plan:
-            name = next(
-                own.name for own in fields(plan) if getattr(read, own.name) != getattr(plan, own.name)
-            )
-            text += f",{name}={getattr(plan, name)}"  # others may follow from it: bucket from zero
+            names = [own.name for own in fields(plan) if getattr(read, own.name) != getattr(plan, own.name)]
+            names = ["zero"] if "zero" in names else names  # others may follow from it: bucket
+            text += "".join(f",{name}={getattr(plan, name)}" for name in names)
         return text
 
     def _read(self, text: str, devices: int) -> Plan:
