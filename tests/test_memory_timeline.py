@@ -14,6 +14,7 @@ from distsim.compose import parallelize
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import load_cluster
 from distsim.ir import FunctionMaker, Role
+from distsim.models import gpt
 from distsim.plan import Plan
 from distsim.report import write_trace
 from distsim.report.exports.memory_snapshot import write_memory_snapshot
@@ -92,6 +93,32 @@ def test_on_one_device_the_peak_over_time_is_that_of_the_order(model):
     assert timeline.peak == use.peak
     fullest = timeline.by_kind[timeline.in_use.argmax()]
     assert fullest.tolist() == list(use.by_kind.values())
+
+
+@pytest.mark.parametrize("text", ["pp=4,microbatches=4", "dp=2,pp=4,microbatches=4,schedule=zb_h2"])
+def test_what_ranks_hold_is_told_of_those_ranks(tmp_path, text):
+    """Stages are numbered in another order where the step is written out; the last one has the head."""
+    plan = Plan.parse(f"{text},stages=default")
+    topology = load_cluster("dgx-a100")
+    model = gpt(layers=8, hidden=64, heads=4, seq=32, vocab=500, batch=16)
+    simulation = Simulator(CostModel(topology)).simulate(
+        parallelize(differentiate(model, Adam()), plan, topology)
+    )
+    timelines = memory_timeline(simulation)
+    assert [timeline.devices for timeline in timelines] == list(simulation.classes.members)
+    of_ranks = {device: timeline for timeline in timelines for device in timeline.devices}
+    write_memory_snapshot(simulation, tmp_path / "m.pickle", ranks=range(plan.devices))
+    traces = pickle.loads((tmp_path / "m.pickle").read_bytes())["device_traces"]
+    seen = set()
+    for (device, timeline), trace in zip(
+        sorted(of_ranks.items(), key=lambda own: own[0].id), traces, strict=True
+    ):
+        held = timeline.by_kind[0, KINDS.index("parameters")]
+        assert held == simulation.memory[device].by_kind["parameters"]
+        assert timeline.in_use[-1] == simulation.memory[device].end
+        assert sum(event["size"] for event in trace if event["action"] == "alloc") >= timeline.peak
+        seen.add(int(held))
+    assert len(seen) > 2
 
 
 def test_launches_and_what_collectives_cost_use_no_memory():

@@ -3,12 +3,23 @@
 import csv
 import json
 import re
+from contextlib import suppress
+from itertools import product
+from pathlib import Path
 
 import pytest
 from cli_cases import run
 
 import distsim
 from distsim.cli import main
+from distsim.errors import DistsimError, PlanError
+from distsim.hardware import load_cluster
+from distsim.importer.configs import read_deepspeed, read_megatron_args, read_torchtitan
+from distsim.plan.stacks import STACKS
+from distsim.plan_search.trial import PlanTrial
+from distsim.study.choices import Choices
+from distsim.study.options import ModelOptions
+from distsim.study.search import PlanStudy
 
 GPT = "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100"
 
@@ -104,3 +115,56 @@ def test_several_numbers_of_devices_have_no_batch_of_a_file(tmp_path, capsys):
     command = ["search", "gpt2", "--megatron-args", str(path), "--cluster", "dgx-a100", "--gpus", "8,4"]
     assert main(command) == 2
     assert "4, 8 devices have other ranks: give --batch" in capsys.readouterr().err
+
+
+MIXTRAL = "mixtral-8x7b:layers=4,hidden=64,heads=8,seq=32"
+SPACES = [
+    "",
+    "zero=0,bucket=25MiB,tp=1",
+    "sp=*,tp_overlap=*,tp=2,pp=1",
+    "pp=2,chunks=1|2,schedule=*,tp=1,zero=0|1",
+]
+FILES = [None, *sorted((Path(__file__).parent / "data" / "training").glob("*"))]
+
+
+def choices_beside(file):
+    """Choices by each stack, or by the file of a framework."""
+    if file is None:
+        return [ModelOptions(MIXTRAL, batch=16, stack=stack) for stack in STACKS]
+    for read in (read_deepspeed, read_megatron_args, read_torchtitan):
+        with suppress(DistsimError):
+            return [ModelOptions(MIXTRAL, batch=16, from_file=read(file).of_model())]
+    raise AssertionError(file)
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem if file else "stacks")
+def test_a_plan_is_read_as_it_was_written(file):
+    """Also its short text: what people copy."""
+    topology, count = load_cluster("dgx-a100"), 0
+    for options, sets in product(choices_beside(file), SPACES):
+        study = PlanStudy.of(options, f"{sets},remat=none|full,cp=1" if sets else "remat=full")
+        choices = study.choices
+        for plan in study.space(topology).plans:
+            trial = PlanTrial(choices.written(plan), always=choices.always_written)
+            for text in (trial.text, trial.short):
+                asked = text if file is None else choices.file.laid_out(plan.devices, text, 16)[0]
+                assert choices.plan(asked) == plan
+            count += 1
+    assert count > 100
+
+
+def test_what_a_stack_divides_by_default_may_not_suit_what_a_plan_says():
+    choices = Choices.of(ModelOptions(GPT, stack="fsdp"))
+    with pytest.raises(PlanError, match="bucket=25MiB .*zero=3: the stack's; add zero=0"):
+        choices.plan("dp=8,bucket=25MiB")
+    assert choices.written(choices.plan("dp=8,bucket=25MiB,zero=0")).endswith("bucket=25MiB,zero=0")
+
+
+def test_advice_leaves_out_what_the_step_left_out(capsys):
+    """Every second layer of one layer: the stack's default is dropped, and not taken up by a change."""
+    command = ["simulate", GPT.replace("layers=2", "layers=1").replace("seq=32,vocab=100", "seq=64,vocab=64")]
+    command += ["--batch", "8", "--stack", "torchtitan", "--cluster", "dgx-a100"]
+    command += ["--set", "device.memory=4MiB", "--set", "device.context=1B"]
+    assert main(command) == 3
+    advice = re.findall("^note: it would fit with (.*?):", capsys.readouterr().out, re.MULTILINE)
+    assert len(advice) == 3 and not any("remat" in change for change in advice)

@@ -204,7 +204,7 @@ def _batch_of_file(config: TrainingConfig, asked: SearchOptions) -> int:
     try:
         total = config.laid_out(counts[0])[1]
     except PlanError as error:
-        raise PlanError(f"{error}; a search takes the batch from --batch, whatever the layout") from None
+        raise PlanError(f"what batch {config.source} has is not known, give --batch: {error}") from None
     complain(f"{config.source}: batch {total}, that of its own layout on {counts[0]} devices")
     return total
 

@@ -127,7 +127,7 @@ class SearchResult:
         for trial in sorted(known, key=lambda each: least[each])[:_MOST_BUILT]:
             built = trial if trial.peak else self._evaluator.trial(trial.plan)
             if built.missing:
-                return replace(built, text=trial.text)
+                return replace(built, text=trial.text, always=trial.always)
         return None
 
     @cached_property

@@ -31,7 +31,8 @@ class PlanTrial:
     that it is none of the best, ``LATER`` while it is put off, and ``""`` where it was tried.
 
     ``low`` and ``high``: between which seconds a measured step is to be expected; 0 where that is not known.
-    ``parts``: seconds of the critical path by kind. Both are there for the best plans alone.
+    ``parts``: seconds of the critical path by kind. Both are there for the best plans alone. ``always``:
+    fields that the short text has even for one rank.
     """
 
     text: str
@@ -46,6 +47,7 @@ class PlanTrial:
     low: float = 0.0
     high: float = 0.0
     parts: Mapping[str, float] = field(default_factory=dict[str, float], hash=False)
+    always: frozenset[str] = frozenset()
 
     @cached_property
     def plan(self) -> Plan:
@@ -60,7 +62,8 @@ class PlanTrial:
         'dp=2,pp=4,microbatches=8,schedule=1f1b'
         """
         parts = self.text.split(",")
-        alone = {"dp=1", "tp=1", "pp=1", *(("schedule=1f1b",) if "pp=1" in parts else ())}
+        one = {"dp=1", "tp=1", "pp=1", *(("schedule=1f1b",) if "pp=1" in parts else ())}
+        alone = {part for part in one if part.partition("=")[0] not in self.always}
         return ",".join(part for part in parts if part not in alone) or "dp=1"
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from distsim.errors import PlanError
@@ -138,48 +138,63 @@ class Choices:
 
         >>> choices = Choices.of(ModelOptions("gpt2", stack="torchtitan"))
         >>> choices.written(Plan(dp=8))
-        'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b,zero=0,remat=none'
+        'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b,remat=none,zero=0'
         >>> choices.written(choices.plan("dp=8"))
         'dp=8,tp=1,pp=1,microbatches=1,schedule=1f1b,remat=every_early:2,zero=3,reshard=auto,bucket=fsdp2'
         """
-        text = str(plan)
-        if "chunks=" not in text and _asks_for_chunks(plan):
-            text += f",chunks={plan.chunks}"
-        if self.file is not None and self.file.copies > 1:  # what is divided as the file has it may not be
-            name = "zero_ranks" if plan.zero else "zero"
-            text += "" if f"{name}=" in text else f",{name}={getattr(plan, name)}"
-        while (read := self._read(text, plan.devices)) != plan:
-            names = [own.name for own in fields(plan) if getattr(read, own.name) != getattr(plan, own.name)]
-            names = ["zero"] if "zero" in names else names  # others may follow from it: bucket
-            text += "".join(f",{name}={getattr(plan, name)}" for name in names)
-        return text
-
-    def _read(self, text: str, devices: int) -> Plan:
-        """Return the plan that a text asks for, beside the file if there is one."""
+        text = str(plan)  # in which is all that is no default
+        given, left_open = fields_given(text), [self._alone(plan, plan.sp), self._spread(plan)]
         if self.file is not None:
-            text, _ = self.file.laid_out(devices, text, self.file.batch.total or devices)
-        return self._filled(Plan.parse(text), fields_given(text))
+            left_open.append(self.file.left_open(text))
+        names = dict.fromkeys(
+            name
+            for filled in left_open
+            for name, own in filled.items()
+            if str(own) != str(getattr(plan, name))
+        )
+        names |= {"chunks": None} if _asks_for_chunks(plan) else {}
+        if self.file is not None and self.file.copies > 1 and plan.zero:
+            names["zero_ranks"] = None  # else it is divided as the file has it
+        return ",".join([text, *(f"{name}={getattr(plan, name)}" for name in names if name not in given)])
+
+    @property
+    def always_written(self) -> frozenset[str]:
+        """Fields that the text of a plan has even for one rank: the file says others, where there is one."""
+        return frozenset() if self.file is None else frozenset(self.file.fields)
 
     def _filled(self, plan: Plan, given: Collection[str]) -> Plan:
         """Return a plan with what the stack has for fields that are not given."""
-        own: dict[str, str | int] = {"remat": self.stack.remat}
-        if plan.tp > 1:
-            sp = plan.sp if "sp" in given else self.stack.sp
-            own |= {"sp": sp, "tp_overlap": self._tp_overlap(sp)}
-        own |= {"zero": self.stack.zero} if plan.dp * plan.cp > 1 else {}
-        return self.spread(replace(plan, **{k: v for k, v in own.items() if k not in given}), given)
+        own = self._alone(plan, plan.sp if "sp" in given else self.stack.sp)
+        try:
+            alone = replace(plan, **{name: value for name, value in own.items() if name not in given})
+        except PlanError as error:
+            if own.get("zero") in (None, plan.zero) or "zero" in given:
+                raise
+            raise PlanError(f"{error} (zero={self.stack.zero}: the stack's; add zero=0 for none)") from None
+        return self.spread(alone, given)
 
     def spread(self, plan: Plan, given: Collection[str]) -> Plan:
         """Return a plan with what the stack has for several ranks of an axis, but for fields given."""
-        fields = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
+        own = self._spread(plan)
+        return replace(plan, **{name: value for name, value in own.items() if name not in given})
+
+    def _alone(self, plan: Plan, sp: str) -> dict[str, Any]:
+        """Return what the stack has for a plan whatever its other fields, but for ``sp``."""
+        own: dict[str, Any] = {"remat": self.stack.remat}
+        own |= {"sp": self.stack.sp, "tp_overlap": self._tp_overlap(sp)} if plan.tp > 1 else {}
+        return own | ({"zero": self.stack.zero} if plan.dp * plan.cp > 1 else {})
+
+    def _spread(self, plan: Plan) -> dict[str, Any]:
+        """Return what the stack has for a plan with several ranks of an axis, by its other fields."""
+        own: dict[str, Any] = self.stack.spread_fields(plan.zero) if plan.dp * plan.cp > 1 else {}
         if plan.num_stages > 1:
-            fields |= {"stages": self.stack.stages}
+            own |= {"stages": self.stack.stages}
         if plan.cp > 1:
-            fields |= {"cp_kind": self.stack.contexts.get(plan.cp_kind, plan.cp_kind)}
+            own |= {"cp_kind": self.stack.contexts.get(plan.cp_kind, plan.cp_kind)}
         if plan.tp > 1:
-            fields |= {"tp_overlap": self._tp_overlap(plan.sp)}
-            fields |= {"sp": self.stack.sp} if plan.sp == "on" and self.stack.sp != "off" else {}
-        return replace(plan, **{name: own for name, own in fields.items() if name not in given})
+            own |= {"tp_overlap": self._tp_overlap(plan.sp)}
+            own |= {"sp": self.stack.sp} if plan.sp == "on" and self.stack.sp != "off" else {}
+        return own
 
     def _tp_overlap(self, sp: str) -> str:
         """Return how products and collectives of tp overlap: undivided sequences have no parts."""

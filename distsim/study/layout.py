@@ -59,11 +59,16 @@ def lay_out(
             said.append(f"{instead}, as the default of {choices.stack.name} does not fit: {error}")
 
 
-_DEFAULTS: dict[str, tuple[str | int, str]] = {
-    "remat": ("none", "nothing is recomputed"),
-    "sp": ("off", "no sequence is divided"),
-    "zero": (0, "no parameters are divided"),
-}
+def settled(asked: str | Plan, plan: Plan, choices: Choices) -> str | Plan:
+    """Return what was asked for with the fields that :func:`lay_out` left out of the plan it made."""
+    if isinstance(asked, Plan):
+        return asked
+    usual, every = choices.plan(asked), _DEFAULTS.items()
+    left_out = [name for name, (value, _) in every if getattr(plan, name) == value != getattr(usual, name)]
+    return ",".join([asked, *(f"{name}={_DEFAULTS[name][0]}" for name in left_out)])
+
+
+_DEFAULTS = {"remat": ("none", "nothing is recomputed"), "sp": ("off", "no sequence is divided")}
 """Fields that a stack has defaults of: what they are without, and what that is called."""
 
 

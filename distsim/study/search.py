@@ -255,8 +255,9 @@ class ClusterSearches:
         step = replace(
             found.step, label=self.study.model.options.label, cluster=cluster.shown, written=written
         )
-        trials = [replace(trial, text=written(trial.plan)) for trial in found.trials]
-        own = found.own and replace(found.own, text=written(found.own.plan))
+        always = self.study.choices.always_written
+        trials = [replace(each, text=written(each.plan), always=always) for each in found.trials]
+        own = found.own and replace(found.own, text=written(found.own.plan), always=always)
         return replace(found, trials=trials, own=own, step=step)
 
 

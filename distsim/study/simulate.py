@@ -29,7 +29,7 @@ from distsim.simulation.explain.interval import correction
 from distsim.simulation.trained_step import PlannedStep, model_type
 from distsim.study.arguments import argument, model_given, plan_given, taken
 from distsim.study.choices import Choices
-from distsim.study.layout import lay_out, plan_asked
+from distsim.study.layout import lay_out, plan_asked, settled
 from distsim.study.options import (
     EngineOptions,
     Model,
@@ -102,7 +102,7 @@ def cluster_label(cluster: str | os.PathLike[str] | Topology) -> str:
 class SimulatedStep:
     """A simulated training step, and what made it: the joint function, the program of a plan, the choices.
 
-    ``asked`` is the plan that was asked for, which :attr:`choices` made ``plan`` of; ``build`` makes the
+    ``asked`` is the plan that was asked for, of which :attr:`choices` make ``plan``; ``build`` makes the
     program of another plan, and ``simulate`` its step.
     """
 
@@ -161,7 +161,7 @@ def simulated(
     plans = _Plans(function, topology, engine, choices.kernels, order)
 
     def build(plan: Plan) -> Program:
-        return progress.run(f"parallelizing: {plan}", lambda: plans.build(plan))
+        return progress.run(f"parallelizing: {choices.written(plan)}", lambda: plans.build(plan))
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)  # they are notes
@@ -186,6 +186,7 @@ def simulated(
         tuple(notes),
     )
     simulation.own_runs = engine.own_runs
+    asked = settled(asked, plan, choices)
     return SimulatedStep(simulation, function, asked, plan, choices, plans.build, plans.simulate)
 
 

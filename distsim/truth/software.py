@@ -146,7 +146,7 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
     precision = _precision(row, stack, zero if says_zero(row) else stack.zero)
     if not plain(row, "precision"):
         assumed.append(f"precision {precision.name}")
-    return Software(stack, kernels, _attention(row, stack, assumed), precision)
+    return Software(stack, kernels, _attention(row, stack, precision, assumed), precision)
 
 
 _DATE = r"(?<![0-9a-f])(20[0-9]{2})-?(0[1-9]|1[0-2])([0-9]{2})?(?![0-9a-f])"
@@ -230,14 +230,15 @@ def _kind(row: Row) -> str:
     raise MissingFeatureError(f"attention {text!r:.60}")
 
 
-def _attention(row: Row, stack: Stack, assumed: list[str]) -> str:
+def _attention(row: Row, stack: Stack, precision: Precision, assumed: list[str]) -> str:
     kind = _kind(row)
     if kind == "math":
         return kind
     text = plain(row, "attention")
     found = next((kernel for pattern, kernel in _KERNELS if re.search(pattern, text)), None)
     if found is None:
-        fused = stack.name == "torch" and not "" < _month(row) < ATTENTION_FUSED
+        fused = stack.name == "torch" and precision.compute.itemsize <= 2
+        fused = fused and not "" < _month(row) < ATTENTION_FUSED
         usual = stack.attention or kind or ("flash" if fused else "math")
         found = kind if kind and usual == "math" else usual
         assumed.append(f"attention {found}")

@@ -25,10 +25,12 @@ _WITH_DATA = ("zero", "reshard", "bucket", "overlap_grads", "overlap_params", "z
 
 
 def with_layout(stack: Stack, fields: Mapping[str, str | int]) -> Stack:
-    """Return a stack that has for other plans what a file says of the ranks of its own.
+    """Return a stack that has for all plans what a file says of buckets, overlap and gathering.
 
-    ``fields`` are those of the file's plan: what it leaves open is as a plan has it, not as the framework.
+    ``fields`` are those of the file's plan: with its stage of ZeRO what they leave open is as a plan has it,
+    with others as the framework has it.
 
+    >>> from distsim.plan.stacks import STACKS
     >>> own = with_layout(STACKS["megatron"], {"zero": 1, "bucket": "9p", "overlap_grads": "on"})
     >>> own.zero, own.spread_fields(0), own.spread_fields(3)
     (1, {'bucket': '9p', 'overlap_grads': 'on'}, {})
@@ -76,11 +78,11 @@ class BatchSizes:
         if self.micro is None:
             return total, self.microbatches or 1
         if file_alone and self.microbatches and total != self.micro * self.microbatches * dp:
-            ranks = total / (self.micro * self.microbatches)
+            ranks = self.micro * self.microbatches
+            of = f"{total // ranks}" if total % ranks == 0 else "no whole number of"
             raise PlanError(
                 f"a batch of {total}, {self.microbatches} microbatches of {self.micro} on each, are of "
-                f"{ranks:g} data-parallel ranks, not {dp}: give --batch "
-                f"{self.micro * self.microbatches * dp}, or microbatches= in --plan"
+                f"{of} data-parallel ranks, not {dp}: give --batch {ranks * dp}, or microbatches= in --plan"
             )
         count, rest = divmod(total, dp * self.micro)
         if rest or not count:
@@ -199,6 +201,12 @@ class TrainingConfig:
         if _degree(items, "dp") * _degree(items, "cp") == 1:
             idle |= {*_WITH_DATA}
         return {name: own for name, own in items.items() if name in given or name not in idle}
+
+    def left_open(self, own: str) -> dict[str, str | int]:
+        """Return what the file has for fields that the text of a plan leaves open."""
+        given = _items(own)
+        items = self._useful({**self._fitting(given), **given}, given)
+        return {name: value for name, value in items.items() if name not in given}
 
     def describe(self) -> list[str]:
         """Return what there is to say of how the file was read, a line each."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -69,7 +70,7 @@ class Allocation(NamedTuple):
 def allocations(simulation: Simulation) -> tuple[list[Allocation], ...]:
     """Return what :func:`memory_timeline` adds up, piece by piece, for each rank class."""
     teller = _Teller(simulation)
-    return tuple([teller.allocations(number) for number in range(len(teller.classes.members))])
+    return tuple(map(teller.allocations, simulation.classes.members))
 
 
 def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
@@ -82,7 +83,7 @@ def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
     what is in use at one time may be more than that, and where ranks wait it may be less.
     """
     teller = _Teller(simulation)
-    return tuple([teller.timeline(number) for number in range(len(teller.classes.members))])
+    return tuple(map(teller.timeline, simulation.classes.members))
 
 
 class _Held:
@@ -145,8 +146,9 @@ class _Teller:
             piece = held[frame.plan.home[value]]
             piece.until = dict.fromkeys(piece.since, np.inf)
 
-    def allocations(self, rank_class: int) -> list[Allocation]:
-        """Return the pieces of memory that are in use on a rank class for some time."""
+    def allocations(self, devices: Sequence[Device]) -> list[Allocation]:
+        """Return the pieces of memory that are in use on devices of one rank class for some time."""
+        rank_class = self.classes.of[devices[0]]
         found: list[Allocation] = []
         for piece in self.pieces:
             since, until = piece.since.get(rank_class), piece.until.get(rank_class, 0.0)
@@ -154,8 +156,9 @@ class _Teller:
                 found.append(Allocation(piece.name, piece.where, piece.kind, piece.nbytes, since, until))
         return found
 
-    def timeline(self, rank_class: int) -> MemoryTimeline:
-        """Return what is in use on a rank class."""
+    def timeline(self, devices: Sequence[Device]) -> MemoryTimeline:
+        """Return what is in use on devices of one rank class, which may have another number written out."""
+        rank_class = self.classes.of[devices[0]]
         kinds: list[int] = []
         times: list[float] = [0.0]
         amounts: list[int] = []
@@ -170,7 +173,7 @@ class _Teller:
         changes = np.zeros((len(when), len(KINDS)), np.int64)
         np.add.at(changes, (place[1:], np.array(kinds, np.int64)), np.array(amounts, np.int64))
         kept = np.isfinite(when)
-        return MemoryTimeline(self.classes.members[rank_class], when[kept], changes.cumsum(axis=0)[kept])
+        return MemoryTimeline(tuple(devices), when[kept], changes.cumsum(axis=0)[kept])
 
     def _hold(self, value: Value, kind: int, since: float | None, until: float = 0.0) -> _Held:
         place = place_of(value)
