@@ -382,6 +382,8 @@ def test_clusters_without_a_plan_are_left_out_with_a_warning():
     with pytest.warns(UserWarning, match=r"dgx-a100:3: no plan of 24 devices"):
         found = distsim.search(GPT, ["dgx-a100", "dgx-a100:3"], "dp=8,tp=1,pp=1,remat=none", 16)
     assert list(found) == ["dgx-a100"]
+    (reason,) = found.refused.values()
+    assert reason.startswith("no plan of 24 devices") and found.to_dict()["refused"] == {"dgx-a100:3": reason}
 
 
 def test_modules_of_examples_are_there():

@@ -169,12 +169,15 @@ def run(options: argparse.Namespace) -> int:
             complain(line)
     searches = ClusterSearches.of(model_options(options, plan=None), asked, complain)
     try:
-        found = dict(_searched(options, searches))
+        every = dict(_searched(options, searches))
     except KeyboardInterrupt:
         if any(path.exists() for path in searches.journals):
             complain(f"what was found is kept: add --resume to go on (--journal {options.journal} --resume)")
         raise
-    comparison = ClusterComparison({each.shown: result for each, result in found.items()}, asked.objective)
+    found = {each: result for each, result in every.items() if isinstance(result, SearchResult)}
+    refused = {each.shown: str(why) for each, why in every.items() if isinstance(why, PlanError)}
+    shown = {each.shown: result for each, result in found.items()}
+    comparison = ClusterComparison(shown, asked.objective, refused)
     if options.json != PRINTED and (len(found) > 1 or asked.asks_costs):
         say(for_terminal(str(comparison)))
     _write(options, comparison)
@@ -211,12 +214,13 @@ def _batch_of_file(config: TrainingConfig, asked: SearchOptions) -> int:
 
 def _searched(
     options: argparse.Namespace, searches: ClusterSearches
-) -> Iterator[tuple[SizedCluster, SearchResult]]:
-    """Yield the clusters that have plans with what was found on each, and say it."""
+) -> Iterator[tuple[SizedCluster, SearchResult | PlanError]]:
+    """Yield the clusters with what was found on each, or why it has no plan, and say it."""
     choices = searches.study.choices
     for cluster, result in searches.run():
         if not isinstance(result, SearchResult):
             teller(options.json)(f"{options.model} on {cluster.shown}: {result}\n")
+            yield cluster, result
             continue
         stack = f"; assumed: {', '.join(choices.assumed)}" if choices.assumed else ""
         if options.json != PRINTED:

@@ -18,7 +18,7 @@ def compare(*steps: Simulation, by: str = DEVICE) -> StepComparison:
 
     ``steps`` are what :func:`distsim.simulate` returns. ``by``: what the difference is made of, ``device``
     for the time of the mean device (compute by kind, exposed communication by axis, bubble), or the critical
-    path by ``kind``, ``op``, ``module``, ``axis`` or ``phase``. Seconds of the parts sum to the difference.
+    path by ``kind``, ``operator``, ``module``, ``axis`` or ``phase``. Seconds of the parts sum to it.
     ``print`` what is returned, or take its ``steps`` and :meth:`StepComparison.differences`.
 
     Raises :class:`OptionError` for another way, and :class:`SimulationError` for fewer than two steps, and

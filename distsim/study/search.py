@@ -133,14 +133,15 @@ def search(
     }
     asked = options_of(ModelOptions, {**given, "plan": None})
     searches = ClusterSearches.of(asked, options_of(SearchOptions, given))
-    found: dict[str, SearchResult] = {}
+    found, refused = dict[str, SearchResult](), dict[str, str]()
     for own, result in searches.run():
         if isinstance(result, SearchResult):
             found[own.shown] = result
         else:
+            refused[own.shown] = str(result)
             warnings.warn(f"{asked.label} on {own.shown}: {result}", stacklevel=2)
     if several or not (gpus is None or isinstance(gpus, int)):
-        return ClusterComparison(found, objective)
+        return ClusterComparison(found, objective, refused)
     return next(iter(found.values()))
 
 

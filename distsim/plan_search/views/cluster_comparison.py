@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from html import escape
 from typing import Any, NamedTuple
 
@@ -27,7 +27,8 @@ class ClusterTexts(NamedTuple):
 class ClusterComparison(Mapping[str, SearchResult]):
     """What searches on clusters found, by their names, and what a training takes on each.
 
-    ``objective``: one of :data:`OBJECTIVES`, by which clusters rank. ``str`` is a table.
+    ``objective``: one of :data:`OBJECTIVES`, by which clusters rank; ``refused`` says why others have no
+    plan. ``str`` is a table.
 
     >>> import distsim
     >>> gpt = "gpt:layers=2,hidden=64,heads=4,seq=32,vocab=100"
@@ -41,6 +42,7 @@ class ClusterComparison(Mapping[str, SearchResult]):
 
     results: Mapping[str, SearchResult]
     objective: str = "time"
+    refused: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __getitem__(self, name: str) -> SearchResult:
         return self.results[name]
@@ -100,7 +102,8 @@ class ClusterComparison(Mapping[str, SearchResult]):
             "searches": [
                 {"cluster": name, **self.results[name].to_dict(), **(own.to_dict() if own else {})}
                 for name, own in self.estimates.items()
-            ]
+            ],
+            **({"refused": dict(self.refused)} if self.refused else {}),
         }
 
     def to_pandas(self) -> Any:
