@@ -297,6 +297,11 @@ def test_the_command_lists_names_and_counts(capsys, tmp_path):
     assert main(["models", "nosuch"]) == 2
     assert main(["models", "llama3-8b:batch=3,seq=99999999"]) == 2
     assert "do not depend on batch, seq" in capsys.readouterr().err
+    assert main(["models", "nosuch", "gpt2", "neither"]) == 2  # what can be counted is
+    out, err = capsys.readouterr()
+    assert "124,439,808" in out and all(
+        f"no model is named {name!r}" in err for name in ("nosuch", "neither")
+    )
 
 
 def test_a_field_that_a_file_leaves_out_is_as_transformers_class_has_it():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 
+from distsim.commands.attempt import attempt
 from distsim.commands.options.json_output import PRINTED, add_json, check_json, write_json
 from distsim.console.terminal import for_terminal, say
 from distsim.errors import ImportModelError
@@ -26,14 +27,23 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Print the models."""
+    """Print the models; one that is refused costs no other."""
     check_json(options.json)
     names: list[str] = options.model or list(model_names())
-    counts = {name: _count(name) for name in names}
+    counts, status = dict[str, ParameterCount](), 0
+    for name in names:
+        status |= attempt(lambda name=name: _note(counts, name))
+    if not counts:
+        return status
     if options.json:
         write_json(options.json, [{"name": name, **asdict(count)} for name, count in counts.items()])
     if options.json != PRINTED:
         say(for_terminal(_table(counts)))
+    return status
+
+
+def _note(counts: dict[str, ParameterCount], name: str) -> int:
+    counts[name] = _count(name)
     return 0
 
 
