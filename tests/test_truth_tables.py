@@ -121,10 +121,8 @@ def test_predictions_are_written_whatever_becomes_of_a_row(tmp_path, monkeypatch
     assert all(not cell for name in "bd" for key, cell in found[name].items() if key != "id")
     printed = capsys.readouterr().out
     assert "a preset for 'TPU'" in printed and "ZeroDivisionError: of a test" in printed
-    assert (
-        f"A100-SXM4-80GB: --own-runs {1 / expected.seconds:.3f}  (far from 1: is iter_time_s in seconds"
-        in printed
-    )
+    said = f"A100-SXM4-80GB: --own-runs {1 / expected.seconds:.3f}  (far from 1: is iter_time_s in seconds"
+    assert said in printed
     assert out.with_suffix(".png").is_file()
 
 
