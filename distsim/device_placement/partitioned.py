@@ -15,7 +15,7 @@ from distsim.device_placement.optimal import OptimalPartition
 from distsim.device_placement.optimal.timetable import Timetable, timetable
 from distsim.device_placement.partitioner import MODES, ModeOptions, partition
 from distsim.device_placement.parts import Partition
-from distsim.device_placement.problem import KEPT, PartitionDevice, Problem, problem_of
+from distsim.device_placement.problem import WHAT_BYTES_ARE, PartitionDevice, Problem, problem_of
 from distsim.errors import PartitionError
 from distsim.interpret import infer_types
 from distsim.ir import Attributes, Device, Function, FunctionMaker, Op, Topology, Value
@@ -221,7 +221,7 @@ class Partitioned:
         lines = list(table(header, rows[:_MOST_PARTS]))
         if len(rows) > _MOST_PARTS:
             lines.append(f"... and {len(rows) - _MOST_PARTS} more parts")
-        lines.append(f"bytes         {KEPT.strip(' ()')}; memory is what is in use at once")
+        lines.append(f"bytes         {WHAT_BYTES_ARE}; memory is what is in use at once")
         lines.append(f"makespan      {seconds_text(simulation.step_time)}")
         if isinstance(found, OptimalPartition):
             proof = "proven optimal" if found.proven else f"at most {found.gap:.2%} above the best"

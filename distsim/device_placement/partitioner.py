@@ -13,7 +13,13 @@ from distsim.device_placement.modes.sparse_nn import sparse_nn
 from distsim.device_placement.optimal import OptimalPartition, optimal_partition
 from distsim.device_placement.parts import Partition, make_partition
 from distsim.device_placement.pieces import DraftPart, Placement, order_of, parents_of, piece_of
-from distsim.device_placement.problem import KEPT, PartitionDevice, Problem, check_problem, problem_of
+from distsim.device_placement.problem import (
+    WHAT_BYTES_ARE,
+    PartitionDevice,
+    Problem,
+    check_problem,
+    problem_of,
+)
 from distsim.errors import (
     CyclicPartitionError,
     NotEnoughMemoryError,
@@ -92,7 +98,7 @@ def partition(
             place = f"{devices[largest].name} has" if mode == "single" else f"{len(devices)} devices have"
             raise NotEnoughMemoryError(
                 f"the whole needs {problem.total_bytes} bytes, {place} {memory}: "
-                f"{problem.total_bytes - memory} more{KEPT}"
+                f"{problem.total_bytes - memory} more ({WHAT_BYTES_ARE})"
             )
         pieces, places = _split(problem, devices, mode, transfer_rate, options.get("coarse", COARSE))
     if saturate_host:

@@ -16,8 +16,8 @@ from distsim.errors import NoDevicesError, NoOpsError, PartitionError
 from distsim.ir import Device, Function, Op, Role, Value
 from distsim.ops import Signature, signature_of
 
-KEPT = " (parameters and all that ops make, nothing freed, as torch.fx's partitioner counts)"
-"""What bytes of a part are, in errors and tables."""
+WHAT_BYTES_ARE = "parameters and all that ops make, nothing freed, as torch.fx's partitioner counts"
+"""What bytes of a part, or of the whole, are: for errors and tables."""
 
 
 @dataclass(frozen=True, slots=True)

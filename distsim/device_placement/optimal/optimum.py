@@ -16,7 +16,7 @@ from distsim.device_placement.optimal.states import Clock, Memory, no_limit
 from distsim.device_placement.optimal.timetable import OptimalPartition, order_by_time, replay, transfer_times
 from distsim.device_placement.parts import make_partition
 from distsim.device_placement.pieces import DraftPart, Placement
-from distsim.device_placement.problem import KEPT, PartitionDevice, Problem, check_problem
+from distsim.device_placement.problem import WHAT_BYTES_ARE, PartitionDevice, Problem, check_problem
 from distsim.errors import (
     NoMappingError,
     NotEnoughMemoryError,
@@ -105,7 +105,7 @@ def _check(problem: Problem, devices: Sequence[PartitionDevice]) -> None:
     if problem.total_bytes > whole:
         raise NotEnoughMemoryError(
             f"the whole needs {problem.total_bytes} bytes, {len(devices)} devices have {whole}: "
-            f"{problem.total_bytes - whole} more{KEPT}"
+            f"{problem.total_bytes - whole} more ({WHAT_BYTES_ARE})"
         )
     items, most = problem.items, max(device.memory for device in devices)
     for op in problem.ops:
