@@ -27,7 +27,7 @@ from distsim.transforms.key_heads import repeat_keys
 from distsim.truth.architecture import sizes_of, with_named_sizes
 from distsim.truth.layout import global_batch, layout_of
 from distsim.truth.machine import Cluster, cluster_of
-from distsim.truth.row import Row, number, plain, zero_of
+from distsim.truth.row import Row, number, plain
 from distsim.truth.software import software_of
 
 
@@ -66,7 +66,7 @@ def case_of(row: Row) -> Case:
     leaves out what has no default.
     """
     row, assumed = with_named_sizes(row), list[str]()
-    software = software_of(row, zero_of(row), assumed)
+    software = software_of(row, assumed)
     stack = software.stack
     layout = layout_of(row, stack, assumed)
     sizes = sizes_of(row, "megatron" in plain(row, "framework"), layout.plan.tp, assumed)

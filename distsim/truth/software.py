@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from distsim.ir import BFloat16, Float8E4M3FN, Float16
 from distsim.plan.stacks import STACKS, Stack
 from distsim.transforms.autodiff.precision import POLICIES, Precision
-from distsim.truth.row import MissingFeatureError, Row, cell, number, plain, says_zero
+from distsim.truth.row import MissingFeatureError, Row, cell, number, plain, zero_of
 
 FLASH_TRAINING = r"^flash-?att(entio)?n\b.*\btraining"
 FRAMEWORKS = (
@@ -123,12 +123,12 @@ class Software:
     precision: Precision
 
 
-def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
-    """Return the software of a row that divides by ZeRO's stage ``zero``; append what no column says.
+def software_of(row: Row, assumed: list[str]) -> Software:
+    """Return the software of a row; append to ``assumed`` what no column says.
 
     Raises :class:`MissingFeatureError` for a framework, an attention or a type that is not known.
     """
-    stack, kernels = _stack(row, zero, assumed)
+    stack, kernels = _stack(row, zero_of(row), assumed)
     framework = plain(row, "framework")
     if stack.family not in framework:
         assumed.append(f"the stack {stack.name} for {framework:.40}")
@@ -143,7 +143,7 @@ def software_of(row: Row, zero: int, assumed: list[str]) -> Software:
         kernels = "fused_waiting" if _month(row) > PASSES_TIMED else "fused_2022"
     if re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
         kernels = LOSS_FUSED.get(kernels, kernels)
-    precision = _precision(row, stack, zero if says_zero(row) else stack.zero)
+    precision = _precision(row, stack, zero_of(row, stack.zero))
     if not plain(row, "precision"):
         assumed.append(f"precision {precision.name}")
     return Software(stack, kernels, _attention(row, stack, precision, assumed), precision)
