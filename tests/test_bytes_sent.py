@@ -69,6 +69,23 @@ def test_divided_state_is_scattered_once_and_gathered_once():
         assert each["all_gather over dp, update"] == pytest.approx(7 / 8 * PARAMETERS)
 
 
+@pytest.mark.parametrize("precision", ["fp32", "amp"])
+@pytest.mark.parametrize(("reshard", "kept"), [("always", 0), ("auto", 1)])
+def test_divided_parameters_are_gathered_whole_for_each_pass(precision, reshard, kept):
+    """Of every layer: its biases, which no gradient reads, and weights that autocast casts for both passes.
+
+    In the type in which they are held. The embedding is not gathered for its backward pass, the last unit
+    (norm and head) only where it is not kept.
+    """
+    step = simulated(f"dp=8,zero=3,reshard={reshard}", GPT, batch=8, precision=precision)
+    layer = 12 * 64 * 64 + 13 * 64  # Narayanan et al. 2021, appendix: 12 h^2 + 13 h
+    ends, last = 128 + 32, 128 + 2  # rows of embeddings; of the head, and the norm before it: its bias is not
+    forward, backward = 4 * layer + (ends + last) * 64, 4 * layer + (0 if kept else last - 1) * 64
+    for each in bytes_sent(step.simulated, step.cost_model.topology).values():
+        assert each["all_gather over dp, forward"] == pytest.approx(7 / 8 * 4 * forward)
+        assert each["all_gather over dp, backward"] == pytest.approx(7 / 8 * 4 * backward)
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "plan"),
     [

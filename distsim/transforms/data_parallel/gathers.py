@@ -17,11 +17,11 @@ _fsdp_collectives.py``, both on the current stream, that of the computation, as 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 
 from distsim.hardware.rank_axes import OUTER, joined_axes, over_tensor
-from distsim.ir import Attributes, Function, Mesh, Op, Value, needed_ops
+from distsim.ir import Attributes, Function, Mesh, Op, Value, needed_ops, rewire_op, rewrite
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.conversion import ONCE
@@ -29,6 +29,7 @@ from distsim.ops.onnx_bridge import type_number
 from distsim.ops.places import shape_of
 from distsim.transforms.data_parallel.gradient_buckets import grouped
 from distsim.transforms.op_graph import is_sum, numbered
+from distsim.transforms.recompute.joint import Joint, find_pairs
 from distsim.transforms.recompute.saves import Tag
 from distsim.transforms.sharding.layout import Placement
 
@@ -110,6 +111,40 @@ def _follow(function: Function, dropped: set[Value]) -> dict[Value, Tag]:
     once = [value for op in after if op.attributes.get(ONCE) for value in op.outputs]
     made = [value for op in needed_ops(after, once) for value in op.outputs]
     return dict.fromkeys(made, Tag.MUST_RECOMPUTE)
+
+
+def read_behind(function: Function, parameters: Collection[Value]) -> Function:
+    """Return the joint function with the backward pass of each layer between barriers that read those of the
+    parameters that its forward pass reads, and it does not.
+
+    These are biases, say, and weights that a layer casts for both passes, as torch.autocast does. Frameworks
+    gather a layer for its backward pass whatever that reads (torch's FSDP2, ``pre_backward`` of
+    ``_fsdp_param_group.py``; DeepSpeed, ``pre_sub_module_backward_function`` of ``parameter_offload.py``).
+    """
+    around = dict[Op, tuple[Value, list[Value]]]()  # by backward Call the gradient it begins with, and these
+    for pair in find_pairs(Joint.of(function)):
+        ahead, back = pair.forward, pair.backward
+        unread = [v for v in dict.fromkeys(ahead.inputs) if v in parameters and v not in back.inputs]
+        if unread and pair.late:
+            around[back] = back.inputs[pair.late[0]], unread
+    reduced = {v for op in function.ops if is_sum(op) or op.op_type == "MPIAllreduce" for v in op.inputs}
+
+    def between(op: Op, env: dict[Value, Value]) -> tuple[Op, ...]:
+        own = rewire_op(op, env)
+        gradient, unread = around.get(op, (None, list[Value]()))
+        if gradient is None:
+            return (own,)
+        name = f"{op.name}/unshard" if op.name else ""  # of the layer, so of one unit with it
+        known, begun = env.get(gradient, gradient), Value(gradient.name, gradient.type)
+        first = Op("OptimizationBarrier", (known, *unread), (begun,), name=name)
+        call = rewire_op(own, {known: begun})
+        made = next((value for value in op.outputs if value not in reduced), None)
+        if made is None:
+            return first, call
+        env[made] = Value(made.name, made.type)
+        return first, call, Op("OptimizationBarrier", (made, *unread), (env[made],), name=name)
+
+    return rewrite(function, between) if around else function
 
 
 def chains(function: Function) -> list[tuple[Op, ...]]:
