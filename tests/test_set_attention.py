@@ -53,7 +53,7 @@ from distsim.ir import (
     all_ops,
     trim,
 )
-from distsim.models import deepseek, moe
+from distsim.models import deepseek, llama, moe
 from distsim.ops.attention_options import AttentionOptions, seen
 from distsim.schedule import schedule
 from distsim.transforms import SGD, differentiate
@@ -105,6 +105,17 @@ def test_nothing_of_the_size_of_the_scores_is_saved() -> None:
         joint = differentiate(set_attention(build(seq=seq, batch=2), "flash"))
         shapes = [v.type.shape for op in all_ops(joint) for v in op.outputs if not op.is_call]
         assert not [shape for shape in shapes if shape.count(seq) > 1]
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2, 4])
+def test_an_output_is_saved_once_whatever_groups_its_heads_were_in(kv_heads: int) -> None:
+    """As the output projection reads it: [batch, seq, heads x size], of which backward sees heads."""
+    function = set_attention(llama(layers=2, kv_heads=kv_heads, **SIZES), "flash")
+    (grad,) = {op for op in all_ops(differentiate(function)) if op.op_type == "AttentionGrad"}
+    assert grad.attributes["joined"] == 1 and (2, 8, 16) in [value.type.shape for value in grad.inputs]
+    assert not {(2, kv_heads, 4 // kv_heads, 8, 4)} & {
+        v.type.shape for op in all_ops(function) for v in op.outputs
+    }
 
 
 @pytest.mark.parametrize(("dp", "tp", "pp"), [(1, 2, 1), (2, 1, 1), (1, 1, 2), (2, 2, 2)])

@@ -89,7 +89,7 @@ def _flash(scope: FunctionScope, reasons: list[NoAttentionError]) -> Changes:
         elif op.op_type == "Softmax":
             try:
                 found = attention_around(scope, op)
-                changes[found.last] = fused_attention(scope, found)
+                changes |= fused_attention(scope, found)
             except NoAttentionError as error:
                 reasons.append(error)
     return changes

@@ -16,7 +16,7 @@ from distsim.ops.attention_options import AttentionOptions, seen
 from distsim.ops.operator import Array
 from distsim.ops.places import shape_of
 from distsim.transforms.kernels.axes import Dims, Step, steps_to
-from distsim.transforms.kernels.known import FunctionScope
+from distsim.transforms.kernels.known import Changes, FunctionScope
 from distsim.transforms.kernels.recognition import HIDDEN, FoundAttention, Mask, NoAttentionError, Operand
 
 
@@ -76,13 +76,14 @@ def as_options(mask: Array, scores: tuple[int, int]) -> AttentionOptions | None:
     return None
 
 
-def fused_attention(scope: FunctionScope, found: FoundAttention) -> tuple[Op, ...]:
+def fused_attention(scope: FunctionScope, found: FoundAttention) -> Changes:
     """Return the ops in the place of the last op of what was found, whose output the last of them makes.
 
-    Raises :class:`NoAttentionError` where the operator has no form for it.
+    Where groups of heads are all that is done with that output, they stand for the op that makes heads of
+    them. Raises :class:`NoAttentionError` where the operator has no form for it.
     """
     try:
-        return _Fusion(scope, found).ops()
+        return _Fusion(scope, found).changes()
     except NoAttentionError as error:
         error.is_close = True
         raise
@@ -107,8 +108,8 @@ class _Fusion:
                 return first
         return flat
 
-    def ops(self) -> tuple[Op, ...]:
-        """Return the ops."""
+    def changes(self) -> Changes:
+        """Return the ops, and for which op they stand."""
         found, last = self.found, self.found.last
         given = [self._nearest(operand) for operand in (found.query, found.key, found.value)]
         sources = [value for value, _ in given]
@@ -127,8 +128,18 @@ class _Fusion:
         except DistsimError as error:
             raise NoAttentionError(str(error)) from error
         if shape_of(made) != shape_of(last.outputs[0]):
+            last = self._as_heads(last, shape_of(made))
+        if shape_of(made) != shape_of(last.outputs[0]):
             made = writer.one("Reshape", made, shape=shape_of(last.outputs[0]))
-        return writer.standing_for(last.outputs[0], made)
+        return {last: writer.standing_for(last.outputs[0], made)}
+
+    def _as_heads(self, last: Op, shape: tuple[int, ...]) -> Op:
+        """Return the op that gives the output of the last one this shape, if only that reads it, or that."""
+        readers = list(self.scope.readers.get(last.outputs[0], ()))
+        if len(readers) != 1 or last.outputs[0] in self.scope.function.outputs:
+            return last
+        again = readers[0].op_type == "Reshape" and shape_of(readers[0].outputs[0]) == shape
+        return readers[0] if again else last
 
     def _nearest(self, operand: Operand) -> tuple[Value, tuple[Step, ...]]:
         """Return the arrangement of an operand from which the fewest ops lead to four dimensions."""
