@@ -326,6 +326,16 @@ def test_a_field_that_a_file_leaves_out_is_as_transformers_class_has_it():
     assert (mixtral.norm.epsilon, mixtral.positions.theta) == (1e-5, 1e6)
 
 
+def test_what_a_file_names_and_is_not_built_is_said():
+    family = FAMILIES["deepseek_v2"]
+    more = {"num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8"}}
+    plain, noted = (set(import_from_hf(table, 2, 4).notes) for table in (family, family | more))
+    assert sorted(noted - plain) == [
+        "num_nextn_predict_layers=1: multi-token prediction is not built",
+        "quantization_config is of the checkpoint; --precision says how it is trained",
+    ]
+
+
 def test_windows_of_qwen_are_where_transformers_has_them():
     qwen = {"model_type": "qwen3", "sliding_window": 3, "use_sliding_window": True}
     dense = sizes_from_hf({**FAMILIES["qwen3"], **qwen, "max_window_layers": 1})

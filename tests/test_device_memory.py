@@ -8,6 +8,7 @@ from precision_models import MODELS
 from test_mixed_precision import KEPT, joint_of
 from training_models import laid_out, mesh_of
 
+import distsim
 from distsim.compose import parallelize
 from distsim.cost import CostModel
 from distsim.hardware import load_cluster
@@ -16,6 +17,7 @@ from distsim.ir import Float32, Mesh, Role, Tensor
 from distsim.plan import Plan
 from distsim.plan.stacks import STACKS
 from distsim.plan_search import PlanTrials, remedies
+from distsim.report import summarize
 from distsim.schedule import schedule
 from distsim.simulation import Simulator
 from distsim.simulation.memory.peak import peak_memory
@@ -64,6 +66,22 @@ def test_without_sharding_its_states_alone_do_not_fit():
     assert use.by_kind["parameters"] + use.by_kind["state"] == 14 * LLAMA3_8B
     assert A100.devices[0].usable < 14 * LLAMA3_8B and memory.missing > 0
     assert use.peak > 18 * LLAMA3_8B
+
+
+def test_the_fullest_device_is_the_one_that_has_least_left(tmp_path):
+    """Of two stages the first has more in use, and on 80 GB more left; one rule for all that is reported."""
+    path = tmp_path / "mixed.toml"
+    nodes = "".join([f'[[nodes]]\ncount = 1\nbase = "{base}"\n' for base in ("dgx-a100", "dgx-a100-40gb")])
+    path.write_text(f'base = "dgx-a100"\n{nodes}')
+    asked = {"batch": 32, "seq": 4096, "stack": "megatron"}
+    step = distsim.simulate("llama2-7b:layers=16", str(path), "dp=4,tp=2,pp=2,microbatches=8", **asked)
+    figures, uses = step.to_dict(), step.memory
+    most = max(uses, key=lambda device: uses[device].peak)
+    fullest = min(uses, key=lambda device: device.usable - uses[device].peak)
+    assert most.memory > fullest.memory
+    assert (figures["fullest_device"], figures["peak_bytes"]) == (str(fullest), uses[fullest].peak)
+    assert figures["usable_bytes"] == fullest.usable
+    assert f"on {fullest}, of" in summarize(step, 32) and f"on {fullest}, fits" in repr(step)
 
 
 def test_what_would_make_it_fit_is_said():

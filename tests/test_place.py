@@ -1,5 +1,7 @@
 """place: partitions compute what the function computes, and run as long as their timetable says."""
 
+import json
+
 import numpy as np
 import pytest
 
@@ -171,6 +173,31 @@ def test_the_command_line_simulates_a_partition(mode, capsys, tmp_path):
     assert status == 0, err
     assert "makespan" in out and "part_0" in out and (tmp_path / "t.json").exists()
     assert ("no schedule takes less than" in out) == (mode == "optimal")
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["model"] == "mlp:layers=4,width=1024" and found["plan"] == f"{mode}, inference"
+    assert found["samples_per_s"] == pytest.approx(64 / found["step_s"]) and 0 < found["mfu"] < 1
+    assert f"part_{len(found['partition']['parts']) - 1} " in out
+
+
+@pytest.mark.parametrize(
+    ("slow", "cluster", "words"),
+    [
+        ("", "dgx-a100", "(proven optimal: no schedule takes less than "),
+        ("", "dgx-a100:2", "(not proven; proven optimal if all links as from gpu:0 to gpu:15: "),
+        ("devices = [3]", "dgx-a100", "(not proven; proven optimal if all devices were as gpu:0: "),
+    ],
+)
+def test_a_proof_is_of_what_was_searched(slow, cluster, words, tmp_path, capsys):
+    """That is for devices and links that are all alike: of others nothing is proven, and it says so."""
+    if slow:
+        path = tmp_path / "slow.toml"
+        path.write_text(f'base = "{cluster}"\n[[slow]]\n{slow}\nfactor = 2')
+        cluster = str(path)
+    command = ["simulate", "mlp:layers=8,width=256", "--cluster", cluster, "--batch", "64"]
+    assert main([*command, "--partition", "optimal", "--device-memory", "1.5MiB"]) == 0
+    out = capsys.readouterr().out
+    assert words in out and "limit         1.50 MiB a device" in out
 
 
 @pytest.mark.parametrize(

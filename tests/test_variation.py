@@ -4,6 +4,7 @@ from statistics import NormalDist, fmean
 
 import pytest
 
+from distsim import simulate
 from distsim.errors import TopologyError
 from distsim.hardware import load_cluster
 from distsim.hardware.variation import speed_of_slowest
@@ -23,6 +24,19 @@ def test_a_step_of_many_devices_has_slower_products_and_nothing_else():
     assert one.dram_bandwidth == many.dram_bandwidth
     alike = load_cluster("dgx-a100:128", ["device.variation=0"]).devices[0]
     assert alike.flops_efficiency == pytest.approx(0.869)
+
+
+def test_the_peak_of_a_slow_device_is_that_of_its_kind(tmp_path):
+    """All of its computation takes twice as long, so it reaches half of the share that it would."""
+    path = tmp_path / "slow.toml"
+    path.write_text('base = "dgx-a100"\n[[slow]]\nnodes = [0]\nfactor = 2')
+    plain, slow = (
+        simulate("mlp:layers=2,width=256", cluster, "dp=1", 64, kernels="ops")
+        for cluster in ("dgx-a100", str(path))
+    )
+    assert slow.step_time == pytest.approx(2 * plain.step_time, rel=1e-6)
+    assert slow.peak_rate == plain.peak_rate
+    assert (slow.mfu, slow.hfu) == pytest.approx((plain.mfu / 2, plain.hfu / 2), rel=1e-6)
 
 
 def test_a_variation_that_is_none():

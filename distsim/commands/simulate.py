@@ -6,8 +6,10 @@ import argparse
 import math
 import sys
 import warnings
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from distsim.commands.attempt import OUT_OF_MEMORY, attempt
 from distsim.commands.options.cluster import add_settings, read_cluster
@@ -141,13 +143,17 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StepReport:
-    """What options ask for, simulated: ``function`` laid out in some ``way``; ``about`` it, and ``notes``."""
+    """What options ask for, simulated: ``function`` laid out in some ``way``; ``about`` it, and ``notes``.
+
+    ``parts`` are those of a partition.
+    """
 
     way: str
     function: Function
     simulation: Simulation
     about: str = ""
     notes: tuple[str, ...] = ()
+    parts: Mapping[str, Any] | None = None
 
     @property
     def samples(self) -> int:
@@ -221,7 +227,7 @@ def _tell(options: argparse.Namespace, progress: Progress, step: StepReport) -> 
     """Print what was simulated of a model, run in some way, and write what is asked for."""
     simulation, notes = step.simulation, step.all_notes()
     if options.json:
-        write_json(options.json, {**simulation.to_dict(), "notes": notes})
+        write_json(options.json, {**simulation.to_dict(), **_of_parts(options, step), "notes": notes})
     if options.json != PRINTED:
         say(for_terminal(f"{options.model} on {options.cluster}, {step.way}, batch {step.samples}\n"))
         if step.about:
@@ -231,6 +237,16 @@ def _tell(options: argparse.Namespace, progress: Progress, step: StepReport) -> 
         for note in notes:
             say(for_terminal(f"note: {note}"))
     return _write(options, step, progress) or (0 if simulation.fits else OUT_OF_MEMORY)
+
+
+def _of_parts(options: argparse.Namespace, step: StepReport) -> dict[str, Any]:
+    """Return what JSON has of a partition, whose simulation knows of no model, cluster or speed."""
+    if step.parts is None:
+        return {}
+    named = {"model": options.model, "cluster": options.cluster, "plan": step.way, "samples": step.samples}
+    figures, seconds = step.figures(options.cluster), step.simulation.step_period
+    speed = {"samples_per_s": step.samples / seconds if seconds else None, "mfu": figures.mfu}
+    return {**named, **speed, "partition": step.parts}
 
 
 def _engine(options: argparse.Namespace, order: Schedule | None = None) -> EngineOptions:
@@ -276,7 +292,10 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> Step
         run = found.placed.function
         simulation = progress.run("simulating", lambda: simulator.interpret(run, run.inputs))
     way = f"{options.partition}, inference"
-    return StepReport(way, function, simulation, found.describe(simulation))
+    about = found.describe(simulation)
+    if options.device_memory is not None:
+        about += f"limit         {bytes_label(memory)} a device, as --device-memory says\n"
+    return StepReport(way, function, simulation, about, parts=found.to_dict())
 
 
 def _bytes(text: str) -> float:

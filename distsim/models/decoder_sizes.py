@@ -105,8 +105,8 @@ class DecoderSizes:
 
     ``tied``: the output head is the embedding. ``embedding_scale``: what embeddings are multiplied by (the
     root of hidden in Gemma). ``softcap`` c: logits are c tanh(logits / c), 0 being none. Batch and sequence
-    are no sizes of a model: they are given when it is built. Raises :class:`PlanError` naming what does not
-    fit.
+    are no sizes of a model: they are given when it is built. ``left_out`` says what a model has besides that
+    is not built. Raises :class:`PlanError` naming what does not fit.
     """
 
     layers: int
@@ -123,6 +123,7 @@ class DecoderSizes:
     embedding_scale: float | None = None
     softcap: float = 0.0
     names: PartNames = LLAMA_NAMES
+    left_out: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, vocab=self.vocab)

@@ -30,6 +30,7 @@ from distsim.plan_search.space import ModelTraits
 from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
 from distsim.simulation import Simulation, Simulator
+from distsim.simulation.memory.peak import fullest_device
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.simulation.steady_state import full_program
 from distsim.transforms.kernels.policies import Kernels
@@ -362,7 +363,7 @@ class PlanEvaluator:
         program = self.program(plan)
         memory = program_memory(full_program(program))
         peaks = memory.peak_of_devices() if len(self._kinds) > 1 else {}
-        fullest = max(peaks, key=lambda device: peaks[device] / device.usable, default=None)
+        fullest = fullest_device(peaks)
         usable = program.mesh.devices[0].usable if fullest is None else fullest.usable
         peak = max(memory.peaks) if fullest is None else peaks[fullest]
         # On devices of several kinds others may have faster ones.

@@ -15,6 +15,7 @@ from distsim.plan import Plan
 from distsim.plan_search.space import ModelTraits
 from distsim.program.program import Program
 from distsim.simulation import Simulation
+from distsim.simulation.memory.peak import fullest_device
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.simulation.steady_state import full_program
 
@@ -201,6 +202,9 @@ class _RemedySearch:
             memory = program_memory(full_program(program))
             if memory.missing:
                 return None
-            return Remedy(change, plan, self.trials.simulate(program).step_period, max(memory.peaks))
+            peaks = memory.peak_of_devices()
+            fullest = fullest_device(peaks)
+            peak = 0 if fullest is None else peaks[fullest]
+            return Remedy(change, plan, self.trials.simulate(program).step_period, peak)
         except DistsimError:  # this plan does not suit the function, the batch or the schedule
             return None

@@ -9,6 +9,7 @@ from typing import Any
 
 from distsim.simulation import Simulation
 from distsim.simulation.calls import device_parts
+from distsim.simulation.memory.peak import fullest_device
 
 DEVICE = "device"
 """What the parts of a step are taken from, where it is not its critical path."""
@@ -53,7 +54,7 @@ class StepFigures:
         """
         seconds, interval = simulation.step_period, simulation.interval()
         devices = len(simulation.timestamps)
-        fullest = min(simulation.memory, key=lambda d: d.usable - simulation.memory[d].peak, default=None)
+        fullest = fullest_device(simulation.peak_memory)
         groups = [(simulation.shares(own[0]), len(own) / devices) for own in simulation.classes.members]
         return StepFigures(
             name,

@@ -1,15 +1,16 @@
-"""Writing a file whole or not at all."""
+"""Writing a file whole or not at all, and numbers as JSON has them."""
 
 from __future__ import annotations
 
+import math
 import os
 import secrets
-from collections.abc import Generator
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from gzip import GzipFile
 from io import BufferedWriter
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO, cast
 
 from distsim.errors import SimulationError
 
@@ -68,6 +69,19 @@ def check_writable(folder: Path, target: Path) -> None:
 
 def _draft(target: Path) -> Path:
     return target.with_name(f".{target.name[:100]}.{secrets.token_hex(4)}.tmp")
+
+
+def finite(value: Any) -> Any:
+    """Return what JSON (RFC 8259) has of a value: infinite numbers and those that are none are null.
+
+    >>> finite({"hours": float("inf"), "parts": (1, 2.5)})
+    {'hours': None, 'parts': [1, 2.5]}
+    """
+    if isinstance(value, Mapping):
+        return {str(name): finite(each) for name, each in cast("Mapping[Any, Any]", value).items()}
+    if isinstance(value, list | tuple):
+        return [finite(each) for each in cast("Sequence[Any]", value)]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 @contextmanager

@@ -15,6 +15,7 @@ from distsim.simulation import Simulation
 from distsim.simulation.explain.interval import Interval, clash, correction
 from distsim.simulation.explain.text import rate_text, seconds_text, table
 from distsim.simulation.memory.origins import grouped
+from distsim.simulation.memory.peak import fullest_device
 from distsim.simulation.quantities import bytes_label
 from distsim.simulation.tasks.rank_classes import communicates
 
@@ -142,7 +143,7 @@ def _as_the_busiest(simulation: Simulation) -> str:
 def memory_lines(simulation: Simulation) -> list[str]:
     """Say whether a step fits in memory, and what takes it of the fullest device; then of which modules."""
     over = {d: use.missing(d) for d, use in simulation.memory.items() if not use.fits(d)}
-    worst = max(over or simulation.memory, key=lambda d: over.get(d, simulation.memory[d].peak), default=None)
+    worst = fullest_device(simulation.peak_memory)
     if worst is None:
         return ["memory        none in use"]
     use = simulation.memory[worst]

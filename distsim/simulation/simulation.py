@@ -24,7 +24,7 @@ from distsim.simulation.explain.interval import Interval, correction, interval_o
 from distsim.simulation.explain.text import html_table, rate_text, seconds_text
 from distsim.simulation.explain.walk import critical_path
 from distsim.simulation.memory.host import host_memory, program_host_memory
-from distsim.simulation.memory.peak import MemoryUse, peak_memory, saved_by_module
+from distsim.simulation.memory.peak import MemoryUse, fullest_device, peak_memory, saved_by_module
 from distsim.simulation.memory.program_memory import dearer_note, program_memory, program_saved_by_module
 from distsim.simulation.quantities import bytes_label
 from distsim.simulation.steady_state import full_program, microbatch_time, short_step_note, step_period
@@ -329,7 +329,7 @@ class Simulation:
         """Return the figures as what JSON has; those of the step and its speed are None where not known."""
         step, interval = self.step, self.interval()
         corrected = self.interval(own=self.own_runs) if self.own_runs else None
-        fullest = max(self.memory, key=lambda device: self.memory[device].peak, default=None)
+        fullest = fullest_device(self.peak_memory)
         use = None if fullest is None else self.memory[fullest]
         return {
             "model": self.name if step is None else step.name,
@@ -382,8 +382,8 @@ class Simulation:
         if step is None:
             return [("step", f"{self.name}{what}, {devices}"), ("time", seconds_text(self.step_time))]
         rate = self.tokens_per_second if step.sequence else self.samples_per_second
-        fullest = max(self.memory.items(), key=lambda item: item[1].peak, default=None)
-        memory = "no memory" if fullest is None else f"{bytes_label(fullest[1].peak)} on {fullest[0]}"
+        fullest = fullest_device(peaks := self.peak_memory)
+        memory = "no memory" if fullest is None else f"{bytes_label(peaks[fullest])} on {fullest}"
         return [
             ("step", f"{step}{what}"),
             ("time", f"{seconds_text(self.step_period)} a step"),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from distsim.console.terminal import complain, say
-from distsim.report.output import check_target, replacing
+from distsim.report.output import check_target, finite, replacing
 
 PRINTED = Path("-")
 """What ``--json`` without a file stands for."""
@@ -41,7 +41,7 @@ def check_json(target: Path | None) -> None:
 
 def write_json(target: Path, record: Any) -> None:
     """Print a record, or write it into a file and say so."""
-    text = json.dumps(record, indent=1)
+    text = json.dumps(finite(record), indent=1, allow_nan=False)
     if target == PRINTED:
         say(text)
         return

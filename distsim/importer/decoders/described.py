@@ -177,7 +177,7 @@ def decoder_of(
     function = decoder(
         sizes, given.get("batch", DEFAULT_BATCH), seq, loads=loads, name=re.sub(r"\W+", "_", name)
     )
-    return replace(function, notes=(*notes, *function.notes))
+    return replace(function, notes=(*notes, *sizes.left_out, *function.notes))
 
 
 @cache

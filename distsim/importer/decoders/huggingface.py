@@ -4,8 +4,8 @@ What each field means is what transformers (5.23) makes of it for the family, ``
 one that is left out means (:mod:`.class_defaults`). Not built, as
 none of it changes a step's ops or parameters: rescaled rotary frequencies (``rope_scaling``), the element
 type of the checkpoint and its quantization (the step's precision says what is used), the choice of experts
-by groups (loads are drawn). Not built either: multi-token prediction (``num_nextn_predict_layers``), an
-optional module of DeepSeek-V3 that its published count leaves out.
+by groups (loads are drawn). Not built either, which a note says: multi-token prediction
+(``num_nextn_predict_layers``), an optional module of DeepSeek-V3 that its published count leaves out.
 """
 
 from __future__ import annotations
@@ -77,9 +77,9 @@ def import_from_hf(
     4944
     """
     sizes = sizes_from_hf(config)
-    return decoder(
-        sizes, batch, default_seq(sizes) if seq is None else seq, dtype, name="model", attention=attention
-    )
+    length = default_seq(sizes) if seq is None else seq
+    function = decoder(sizes, batch, length, dtype, name="model", attention=attention)
+    return replace(function, notes=(*function.notes, *sizes.left_out))
 
 
 def default_seq(sizes: DecoderSizes) -> int:
@@ -107,9 +107,21 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
         instead = near_family(table) or did_you_mean(family, FAMILIES)
         raise fields.refusal("model_type", f"one of {known}{instead}")
     try:
-        return FAMILIES[family](fields)
+        return replace(FAMILIES[family](fields), left_out=_left_out(fields))
     except PlanError as error:  # sizes that do not fit each other
         raise ImportModelError(f"{fields.origin}: {error}") from error
+
+
+def _left_out(fields: ConfigFields) -> tuple[str, ...]:
+    """Say what the file names that the step would have and is not built."""
+    found: list[str] = []
+    if layers := fields.table.get("num_nextn_predict_layers"):
+        found.append(f"num_nextn_predict_layers={layers!r:.20}: multi-token prediction is not built")
+    if fields.table.get("quantization_config"):
+        found.append(
+            "quantization_config is of the checkpoint; --precision says how it is trained"
+        )
+    return tuple(found)
 
 
 def _positions(fields: ConfigFields) -> Positions:

@@ -8,7 +8,6 @@ and nothing be fetched.
 from __future__ import annotations
 
 import json
-import math
 import os
 from base64 import b64encode
 from collections.abc import Mapping, Sequence
@@ -16,10 +15,10 @@ from dataclasses import dataclass
 from hashlib import sha256
 from html import escape
 from importlib.resources import files
-from typing import Any, cast
+from typing import Any
 
 from distsim.report.figures import StepFigures
-from distsim.report.output import replacing
+from distsim.report.output import finite, replacing
 from distsim.report.page.sources import NamedCluster, accuracy_part, assumptions_part
 from distsim.report.page.step import step_part
 from distsim.simulation import Simulation
@@ -94,18 +93,10 @@ def embedded(document: object) -> str:
     >>> embedded({"</script>": float("inf")})
     '{"\\\\u003c/script\\\\u003e":null}'
     """
-    text = json.dumps(_finite(document), separators=(",", ":"), allow_nan=False)
+    text = json.dumps(finite(document), separators=(",", ":"), allow_nan=False)
     for sign in "<>&":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
     return text
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(name): _finite(each) for name, each in cast("Mapping[Any, Any]", value).items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in cast("Sequence[Any]", value)]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _asset(name: str) -> str:

@@ -58,6 +58,18 @@ class MemoryUse:
         return max(self.peak - device.usable, 0)
 
 
+def fullest_device(peaks: Mapping[Device, int]) -> Device | None:
+    """Return the device that has the least left of what is usable of it, or needs the most besides.
+
+    Of several, or where nothing limits, the first of those with the most bytes in use; None of none.
+
+    >>> large, small = Device(0, "gpu", memory=80e9), Device(1, "gpu", memory=40e9)
+    >>> fullest_device({large: 50_000_000_000, small: 39_000_000_000}) == small
+    True
+    """
+    return min(peaks, key=lambda device: (device.usable - peaks[device], -peaks[device]), default=None)
+
+
 def peak_memory(function: Function, held: float = 0.0) -> dict[Device, MemoryUse]:
     """Return the memory in use on each device of the function.
 
