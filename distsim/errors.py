@@ -136,3 +136,14 @@ def wrong_type(name: str, value: object, may_be: str) -> OptionError:
     cluster=3 is of type int; it may be a preset's name
     """
     return OptionError(f"{name}={shortened(value)} is of type {type(value).__name__}; it may be {may_be}")
+
+
+def expect(name: str, value: object, kind: type, may_be: str) -> None:
+    """Raise :func:`wrong_type` unless what is given under a name is of a kind.
+
+    >>> expect("plan", "dp=2", int, "a number")
+    Traceback (most recent call last):
+    distsim.errors.OptionError: plan='dp=2' is of type str; it may be a number
+    """
+    if not isinstance(value, kind):
+        raise wrong_type(name, value, may_be)

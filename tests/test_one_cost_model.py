@@ -282,3 +282,33 @@ def test_the_command_line_partitions_by_its_cost_model(capsys, monkeypatch):
     assert "part_0" in out
     latency = next(line for line in out.splitlines() if line.startswith("part_0")).split()
     assert float(latency[-2]) == pytest.approx(4, rel=0.01)
+
+
+class Free(Dear):
+    """Computation takes no time: what is left is communication."""
+
+    def compute(self, signature, demand, device):
+        return 0
+
+
+@pytest.mark.parametrize("plan", ["dp=2,tp=2", "pp=2,microbatches=4", "dp=2,pp=2,zero=3,remat=full"])
+def test_rules_may_let_computation_take_no_time(plan):
+    topology = load_cluster("dgx-a100")
+    costs = CostModel(topology, rules=Free(""))
+    joint = differentiate(mlp(layers=4, width=64, batch=64), SGD())
+    step = Simulator(costs).simulate(parallelize(joint, Plan.parse(plan), topology, costs))
+    assert step.step_time == pytest.approx(sum(step.breakdown("kind").values()))
+    assert 0 < step.step_time < Simulator(CostModel(topology)).simulate(step.simulated).step_time
+
+
+@pytest.mark.parametrize(
+    ("rules", "message"),
+    [
+        (lambda *_: 1.0, "it has no compute; give an object with compute and communicate"),
+        (Dear, "it is a class; give an object"),
+        (type("Half", (), {"compute": lambda *_: 0.0})(), "it has no communicate; give an object"),
+    ],
+)
+def test_rules_that_are_none_are_refused_when_given(rules, message):
+    with pytest.raises(CostError, match=f"rules=.*: {message}"):
+        CostModel(load_cluster("dgx-a100"), rules=rules)

@@ -270,6 +270,18 @@ def test_a_schedule_of_ones_own_is_known_by_name():
     for name, words in (("1f1b", "there is a schedule '1f1b' already"), ("a b", "use lower-case letters")):
         with pytest.raises(ScheduleError, match=words):
             register_schedule(name, again)
+    for other in (gpipe, replace(again, make=None)):
+        with pytest.raises(ScheduleError, match="is no Generator of a function that makes it"):
+            register_schedule("other", other)
+
+
+def test_what_a_generator_makes_is_a_schedule(monkeypatch):
+    rows = Generator(lambda p, m, chunks: [[]] * p, 1, "loop", "rows", "this test")
+    monkeypatch.setitem(catalogue._SCHEDULES, "rows", rows)
+    with pytest.raises(
+        ScheduleError, match=r"rows: its generator makes \[\[\], \[\]\], no Schedule; return Sch"
+    ):
+        schedule("rows", 2, 3)
 
 
 def test_what_a_schedule_is_like_is_told_by_the_smallest_that_is_made(monkeypatch):

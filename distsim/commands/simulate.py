@@ -143,9 +143,9 @@ def run(options: argparse.Namespace) -> int:
 
 @dataclass(frozen=True, eq=False)
 class StepReport:
-    """What options ask for, simulated: ``function`` laid out in some ``way``; ``about`` it, and ``notes``.
+    """What options ask for, simulated: ``function`` laid out in some ``way``; ``about`` it.
 
-    ``parts`` are those of a partition.
+    ``notes`` are of the files that were given, ``advice`` says what would fit, ``parts`` are of a partition.
     """
 
     way: str
@@ -153,6 +153,7 @@ class StepReport:
     simulation: Simulation
     about: str = ""
     notes: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
     parts: Mapping[str, Any] | None = None
 
     @property
@@ -168,9 +169,7 @@ class StepReport:
 
     def all_notes(self) -> list[str]:
         """Return what is to be said of the plan, the program, its memory and its costs."""
-        uncosted = ", ".join(self.simulation.cost_model.uncosted)
-        last = [f"costed by their bytes for want of a work rule: {uncosted}"] if uncosted else []
-        return [*self.notes, *self.simulation.notes, *last]
+        return [*self.notes, *self.simulation.notes, *self.advice]
 
 
 def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool = False) -> StepReport:
@@ -186,12 +185,11 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
     from_file = take_layout(options, len(topology.devices))
     engine = _engine(options, order)
     found = simulated(model_options(options), (options.cluster, topology), engine, progress)
-    notes = [*from_file, *found.simulation.known_step.notes]
-    if advise and order is None and not found.simulation.fits:
-        notes += _advice(found, progress)
+    asks = advise and order is None and not found.simulation.fits
+    advice = _advice(found, progress) if asks else []
     plan = found.choices.written(found.plan)
     way = plan if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
-    return StepReport(way, found.function, found.simulation, notes=tuple(notes))
+    return StepReport(way, found.function, found.simulation, notes=tuple(from_file), advice=tuple(advice))
 
 
 def _advice(step: SimulatedStep, progress: Progress) -> list[str]:

@@ -8,7 +8,7 @@ from functools import partial
 from distsim.cache import cached
 from distsim.compose.division import cut_of
 from distsim.cost.cost_model import CostModel, cost_model_of
-from distsim.errors import PlanError, ScheduleError
+from distsim.errors import PlanError, ScheduleError, expect
 from distsim.hardware.plan_mesh import plan_mesh, rank_axes
 from distsim.ir import Function, Mesh, Topology
 from distsim.plan import Plan, parse_schedule, parse_stages
@@ -47,6 +47,9 @@ def parallelize(
     >>> len(program.stages), program.mesh
     (2, Mesh(pp=2, dp=2, tp=1)[gpu:0..gpu:3])
     """
+    expect("function", function, Function, "a joint function, as differentiate() returns")
+    expect("plan", plan, Plan, "a Plan, as Plan.parse() makes of its text")
+    expect("kernels", kernels, Kernels, "one of KERNELS, by its name, as KERNELS['eager']")
     costs = cost_model_of(topology, cost_model)
     return build_program(function, plan_mesh(plan, topology), plan, costs, schedule, kernels)
 

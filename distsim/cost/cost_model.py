@@ -29,7 +29,7 @@ from distsim.cost.demand import (
 )
 from distsim.cost.distir_costs import DistIRRules
 from distsim.cost.roofline import ROOFLINE, CostRules
-from distsim.errors import CostError
+from distsim.errors import CostError, expect, shortened
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.hardware.routes import GroupOfMany
 from distsim.ir import Device, Op, Topology, all_ops
@@ -66,6 +66,11 @@ class CostModel:
         rules: CostRules | None = None,
         kernels: str = "",
     ) -> None:
+        expect("topology", topology, Topology, "a Topology, as load_cluster() makes of a cluster's name")
+        missing = [name for name in ("compute", "communicate") if not callable(getattr(rules, name, None))]
+        if rules is not None and (missing or isinstance(rules, type)):
+            what = f"it has no {missing[0]}" if missing else "it is a class"
+            raise CostError(f"rules={shortened(rules)}: {what}; give an object with compute and communicate")
         self.topology = topology
         self.strict = strict
         if kernels not in ("", "ops", *WAYS_TO_LAUNCH):

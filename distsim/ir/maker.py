@@ -6,9 +6,9 @@ from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from distsim.errors import DistsimError, IRError
+from distsim.errors import DistsimError, IRError, shortened
 from distsim.ir.function import Function, Op
-from distsim.ir.registry import output_types
+from distsim.ir.registry import check_attributes, output_types
 from distsim.ir.type import Type
 from distsim.ir.value import NO_ATTRIBUTES, Attributes, Role, Value
 from distsim.ir.verify import verify_one
@@ -38,6 +38,8 @@ class FunctionMaker:
 
     def add_input_value(self, name: str, type: Type, role: Role = Role.INPUT) -> Value:
         """Add an input of a type and a role, and return its value."""
+        if not isinstance(role, Role):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise IRError(f"{self.name}: the role of {name} is {role!r}; give a Role, as Role.PARAMETER")
         value = Value(name, type, role)
         self.inputs.append(value)
         self._defined.add(value)
@@ -69,8 +71,16 @@ class FunctionMaker:
         """Add an op and return its output, or the tuple of its outputs when there are several.
 
         The types of the outputs follow from the operator's type rule. Raises an error that names
-        the op when an input is not of this function or the rule refuses the inputs.
+        the op when an input is not of this function, or the rule refuses the inputs or an attribute. An
+        operand that is a constant is an attribute of its name: ``Reshape`` has ``shape=(4, 2)``.
         """
+        if isinstance(inputs, Value):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise IRError(f"{self.name}: {op_type} reads {inputs!r}; give inputs=[...], a list of values")
+        if op_type != "Call":
+            try:
+                check_attributes(op_type, _attributes(attributes), version)
+            except DistsimError as error:
+                raise type(error)(f"{self.name}: {error}") from error
         outputs = self.add(op_type, inputs, attributes, subfunctions, output_names, version, name)
         return outputs[0] if len(outputs) == 1 else outputs
 
@@ -88,6 +98,11 @@ class FunctionMaker:
         attrs = attributes if isinstance(attributes, Attributes) else _attributes(attributes)
         for value in inputs:
             if value not in self._defined:
+                if not isinstance(value, Value):  # pyright: ignore[reportUnnecessaryIsInstance]
+                    raise IRError(
+                        f"{self.name}: {op_type} reads {shortened(value)}, no value; a constant operand is "
+                        "an attribute of its name"
+                    )
                 raise IRError(
                     f"{self.name}: {op_type} ({name or 'unnamed'}) reads {value!r}, which is not a "
                     "value of this function; add its producer, or an input, first"
@@ -144,7 +159,11 @@ class FunctionMaker:
 
     def set_outputs(self, outputs: Sequence[Value]) -> None:
         """Say what the function returns; without this, all values that no op reads."""
-        self.outputs = list(outputs)
+        given: list[Any] = [outputs] if isinstance(outputs, Value | str) else list(outputs)
+        other = given if isinstance(outputs, Value) else [v for v in given if not isinstance(v, Value)]
+        if other:
+            raise IRError(f"{self.name} cannot return {shortened(other[0])}; give a list of its values")
+        self.outputs = given
 
     def finalize(self) -> Function:
         """Return the frozen function, after checking every rule of the IR (:func:`verify`)."""

@@ -1,7 +1,7 @@
-"""Where the IR asks for an operator's type rule.
+"""Where the IR asks for an operator's type rule, and for the attributes that it has.
 
-The operators live one floor up (``distsim.ops``); they hand their rule down through
-:func:`set_type_rule` when they are imported, at the latest when the first op is made. Importing distsim
+The operators live one floor up (``distsim.ops``); they hand their rules down through
+:func:`set_rules` when they are imported, at the latest when the first op is made. Importing distsim
 does not: it takes as long as ONNX takes, and a command hears no signal meanwhile.
 """
 
@@ -17,12 +17,26 @@ from distsim.ir.value import Attributes
 
 TypeRule = Callable[[str, Attributes, tuple[Type, ...], int | None], tuple[Type, ...]]
 
-_rule: list[TypeRule] = []
+AttributeRule = Callable[[str, Attributes, int | None], None]
+
+_rules: list[tuple[TypeRule, AttributeRule]] = []
 
 
-def set_type_rule(rule: TypeRule) -> None:
-    """Install the rule ``(op_type, attributes, input types, version) -> output types``."""
-    _rule[:] = [rule]
+def set_rules(types: TypeRule, attributes: AttributeRule) -> None:
+    """Install the rule ``(op_type, attributes, input types, version) -> output types``, and the one that
+    raises for attributes ``(op_type, attributes, version)`` that the operator has not."""
+    _rules[:] = [(types, attributes)]
+
+
+def _known() -> tuple[TypeRule, AttributeRule]:
+    if not _rules:
+        import_module("distsim.ops")
+    return _rules[0]
+
+
+def check_attributes(op_type: str, attributes: Attributes, version: int | None) -> None:
+    """Raise :class:`TypeRuleError` for an attribute that an operator has not, which would change nothing."""
+    _known()[1](op_type, attributes, version)
 
 
 def output_types(
@@ -39,9 +53,7 @@ def output_types(
     """
     if op_type == "Call" or subfunctions:
         return _call_types(inputs, subfunctions)
-    if not _rule:
-        import_module("distsim.ops")
-    return _rule[0](op_type, attributes, inputs, version)
+    return _known()[0](op_type, attributes, inputs, version)
 
 
 def _call_types(inputs: tuple[Type, ...], subfunctions: tuple[Function, ...]) -> tuple[Type, ...]:

@@ -179,6 +179,8 @@ class Tensor(Type):
     def __post_init__(self) -> None:
         if not isinstance(self.dtype, DType):  # pyright: ignore[reportUnnecessaryIsInstance]
             object.__setattr__(self, "dtype", dtype_named(self.dtype))
+        if isinstance(self.shape, int):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise TypeRuleError(f"shape {self.shape} must be a tuple of sizes, as ({self.shape},)")
         shape: tuple[Any, ...] = tuple(self.shape)
         if not all(type(n) is int and n >= 0 for n in shape):
             try:

@@ -99,7 +99,11 @@ def onnx_types(
         ValueError,
     ) as error:
         raise TypeRuleError(f"{op_type} does not fit its inputs: {str(error).strip()}") from error
-    return tuple(_tensor(op_type, made.get(name), device) for name in node.output)
+    constant = [f.name for f in schema.inputs if f.name not in static and f.type_str == "tensor(int64)"]
+    example = (
+        f"; if its {constant[0]} is a constant, give it as the attribute {constant[0]}" if constant else ""
+    )
+    return tuple(_tensor(op_type, made.get(name), device, example) for name in node.output)
 
 
 def _unknown_type(schema: Any, inputs: tuple[Tensor, ...]) -> DType | None:
@@ -291,13 +295,16 @@ def _type_str(dtype: DType) -> str:
     return f"tensor({names.get(dtype.name, dtype.name)})"
 
 
-def _tensor(op_type: str, proto: Any, device: Device | Mesh | None) -> Tensor:
+def _tensor(op_type: str, proto: Any, device: Device | Mesh | None, otherwise: str) -> Tensor:
     if proto is None or not proto.HasField("tensor_type") or not proto.tensor_type.HasField("shape"):
-        raise TypeRuleError(f"{op_type}: the shape of an output does not follow from the input types")
+        raise TypeRuleError(
+            f"{op_type}: the shape of an output does not follow from the input types{otherwise}"
+        )
     dims = proto.tensor_type.shape.dim
     if not all(dim.HasField("dim_value") for dim in dims):
         raise TypeRuleError(
             f"{op_type}: an output has a size that depends on data; distsim needs every size before it runs"
+            f"{otherwise}"
         )
     numpy = onnx.helper.tensor_dtype_to_np_dtype(proto.tensor_type.elem_type)
     return Tensor(from_numpy(numpy), tuple(dim.dim_value for dim in dims), device)

@@ -8,7 +8,7 @@ import numpy as np
 
 from distsim.cache import cached
 from distsim.errors import PlanError, TypeRuleError
-from distsim.ir.registry import set_type_rule
+from distsim.ir.registry import set_rules
 from distsim.ir.type import Tensor, Type
 from distsim.ir.value import Attributes
 from distsim.ops.bounds import check_bounds
@@ -71,7 +71,30 @@ def work(signature: Signature) -> Work | None:
     return None if rule is None else rule(signature)
 
 
-set_type_rule(types)
+MARKS = frozenset({"absent", "device", "num_outputs", "once", "outputs", "rate", "version"})
+"""Attributes that an op may have besides those of its operator."""
+
+
+def check_attributes(op_type: str, attributes: Attributes, version: int | None) -> None:
+    """Raise :class:`TypeRuleError` for an attribute that ONNX's operator has not, with those that it has.
+
+    Operands that are constants are attributes too, by their names. Operators of the house check their own.
+    """
+    schema = schema_of(op_type, version)
+    if schema is None:
+        return
+    operands = [formal.name for formal in schema.inputs]
+    known = [*schema.attributes, *operands]
+    for name in attributes:
+        if name not in known and name not in MARKS:
+            raise TypeRuleError(
+                f"{op_type} has no attribute {name!r:.40}; it has "
+                f"{', '.join(sorted(schema.attributes)) or 'none'}, and its operands {', '.join(operands)} "
+                f"where they are constants{did_you_mean(name, known)}"
+            )
+
+
+set_rules(types, check_attributes)
 
 
 def check_op_types(what: str, op_types: Iterable[str], otherwise: str) -> None:

@@ -270,6 +270,10 @@ class WrittenOut(Function):
             object.__setattr__(made, key, value)
         return made
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Be pickled as a plain Function of the ops that others refer to."""
+        return Function, (self.name, self.inputs, self.ops, self.outputs, self.notes)
+
     @property
     def ops(self) -> tuple[Op, ...]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The ops, written out when they are first asked for."""

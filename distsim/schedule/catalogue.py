@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Literal
 
 from distsim.cache import cached
-from distsim.errors import ScheduleError
+from distsim.errors import ScheduleError, shortened
 from distsim.schedule.greedy.controllable_memory import one_f_one_b_v, v_half, v_min
 from distsim.schedule.greedy.zero_bubble import zb_auto, zb_v_greedy
 from distsim.schedule.table import Schedule
@@ -156,7 +156,7 @@ def register_schedule(name: str, generator: Generator) -> Generator:
 
     Raises:
         ScheduleError: another schedule has the name, or ``TABLE`` is it, or it is not of lower-case letters,
-            digits and ``_``.
+            digits and ``_``, or there is nothing to call.
 
     >>> register_schedule("gpipe", SCHEDULES["1f1b"])
     Traceback (most recent call last):
@@ -165,6 +165,10 @@ def register_schedule(name: str, generator: Generator) -> Generator:
     """
     if not re.fullmatch(r"[a-z0-9][a-z0-9_]*", name):
         raise ScheduleError(f"schedule name {name!r}: use lower-case letters, digits and _")
+    if not isinstance(generator, Generator) or not callable(generator.make):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(
+            f"schedule {name!r}: {shortened(generator)} is no Generator of a function that makes it"
+        )
     if name == TABLE or _SCHEDULES.setdefault(name, generator) is not generator:
         raise ScheduleError(f"there is a schedule {name!r} already; give it another name")
     return generator
@@ -204,6 +208,11 @@ def schedule(
     if chunks is None:
         chunks = known.chunks or 1
     made = known.make(num_ranks, num_microbatches, chunks, **options)
+    if not isinstance(made, Schedule):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise ScheduleError(
+            f"{name}: its generator makes {shortened(made)}, no Schedule; return Schedule(name, stages, "
+            "microbatches, actions by rank)"
+        )
     if made.chunks != chunks:
         raise ScheduleError(
             f"{name} has {made.chunks} stages a rank, whatever is asked for, here chunks={chunks}: let its "

@@ -25,9 +25,9 @@ from distsim.simulation.explain.text import html_table, rate_text, seconds_text
 from distsim.simulation.explain.walk import critical_path
 from distsim.simulation.memory.host import host_memory, program_host_memory
 from distsim.simulation.memory.peak import MemoryUse, fullest_device, peak_memory, saved_by_module
-from distsim.simulation.memory.program_memory import dearer_note, program_memory, program_saved_by_module
+from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
 from distsim.simulation.quantities import bytes_label
-from distsim.simulation.steady_state import full_program, microbatch_time, short_step_note, step_period
+from distsim.simulation.steady_state import full_program, microbatch_time, program_notes, step_period
 from distsim.simulation.tasks.by_device import ByDevice, device_named
 from distsim.simulation.tasks.rank_classes import RankClasses, placement_classes
 from distsim.simulation.tasks.spans import Shares, Span, shares_of, spans_of
@@ -250,17 +250,15 @@ class Simulation:
         return all(use.fits(device) for device, use in self.memory.items())
 
     @cached_property
+    def _of_program(self) -> tuple[str, ...]:
+        return program_notes(self.simulated) if isinstance(self.simulated, Program) else ()
+
+    @property
     def notes(self) -> tuple[str, ...]:
-        """What a user should know of the program, and of its memory."""
-        simulated = self.simulated
-        if not isinstance(simulated, Program):
-            return ()
-        short = short_step_note(simulated.schedule)
-        return (
-            *simulated.notes,
-            *dearer_note(simulated, full_program),
-            *([f"{short}, as memory is given"] if short else []),
-        )
+        """What a user should know: what was assumed, of the program, its memory, and its costs."""
+        step, uncosted = self.step, ", ".join(self.cost_model.uncosted)
+        last = [f"costed by their bytes for want of a work rule: {uncosted}"] if uncosted else []
+        return (*(step.notes if step else ()), *self._of_program, *last)
 
     @cached_property
     def flops(self) -> float:
@@ -358,7 +356,7 @@ class Simulation:
             "usable_bytes": None if fullest is None or fullest.usable == inf else fullest.usable,
             "memory_bytes": {} if use is None else dict(use.by_kind),
             "critical_path_s": dict(self.breakdown()),
-            "notes": [*(() if step is None else step.notes), *self.notes],
+            "notes": list(self.notes),
         }
 
     def to_pandas(self) -> Any:

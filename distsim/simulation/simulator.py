@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 from distsim.cost.cost_model import CostModel
-from distsim.errors import SimulationError
+from distsim.errors import SimulationError, expect
 from distsim.interpret.infer import infer_types
 from distsim.ir import Function, Type, Value
 from distsim.program.program import Program
@@ -64,6 +65,7 @@ class Simulator:
         links = disturbances is not None and (disturbances.slow_links or disturbances.failed_links)
         if links and not contention:
             raise SimulationError("slow and failed links need contention=True: without it no link is shared")
+        expect("cost_model", cost_model, CostModel, "a CostModel, as CostModel(topology)")
         self.cost_model = cost_model
         self.overlap = overlap
         self.lockstep = lockstep and not contention and disturbances is None
@@ -80,31 +82,41 @@ class Simulator:
         if isinstance(typed, WrittenOut) and typed.steady:
             return self.simulate(typed.program)
         timeline = self._flat(typed)
-        return Simulation(
-            timeline,
-            typed,
-            self.cost_model,
-            lambda costs: self._with(costs).interpret(typed, typed.inputs),
-            lambda: timeline,
-        )
+        again = partial(self._interpret_with, typed)
+        return Simulation(timeline, typed, self.cost_model, again, partial(_as_it_is, timeline))
 
     def simulate(self, program: Program) -> Simulation:
         """Return the simulation of a program, in steady state: parameters and data are where they are used.
 
         The max-plus engine runs each distinct block once; the event engine runs the program written out.
         """
+        expect("program", program, Program, "a Program, as parallelize() returns; of a function: interpret()")
         if self.engine == "maxplus" and self.lockstep:
             timeline = ProgramTimeline(run_program(program, self.cost_model, self.overlap))
         else:
-            timeline = self._flat(program.to_function(steady=True))
+            timeline = self._written_out(program)
         return Simulation(
             timeline,
             program,
             self.cost_model,
-            lambda costs: self._with(costs).simulate(program),
-            lambda: self._flat(program.to_function(steady=True)),
-            lambda count: self.simulate(replace(program, schedule=longer(program.schedule, count))),
+            partial(self._simulate_with, program),
+            partial(self._written_out, program),
+            partial(self._simulate_longer, program),
         )
+
+    # What a simulation calls again is bound, not local, so that it can be pickled.
+
+    def _interpret_with(self, function: Function, cost_model: CostModel) -> Simulation:
+        return self._with(cost_model).interpret(function, function.inputs)
+
+    def _simulate_with(self, program: Program, cost_model: CostModel) -> Simulation:
+        return self._with(cost_model).simulate(program)
+
+    def _simulate_longer(self, program: Program, num_microbatches: int) -> Simulation:
+        return self.simulate(replace(program, schedule=longer(program.schedule, num_microbatches)))
+
+    def _written_out(self, program: Program) -> FlatTimeline:
+        return self._flat(program.to_function(steady=True))
 
     def _with(self, cost_model: CostModel) -> Simulator:
         contention = self.network is not None
@@ -117,3 +129,7 @@ class Simulator:
         else:
             start, end = run_events(tasks, self.network, self.disturbances)
         return FlatTimeline(tasks, start, end)
+
+
+def _as_it_is(timeline: FlatTimeline) -> FlatTimeline:
+    return timeline

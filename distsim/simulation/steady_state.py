@@ -19,6 +19,7 @@ import numpy as np
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, Schedule, longer
 from distsim.schedule.refusals import count
+from distsim.simulation.memory.program_memory import dearer_note
 from distsim.simulation.tasks.templates import Floats
 from distsim.simulation.tasks.timeline import Timeline
 
@@ -108,6 +109,13 @@ def full_program(program: Program) -> Program:
     """
     full = full_schedule(program.schedule)
     return program if full is program.schedule else replace(program, schedule=full)
+
+
+def program_notes(program: Program) -> tuple[str, ...]:
+    """Return what a user should know of a program and of its memory."""
+    short = short_step_note(program.schedule)
+    given = [f"{short}, as memory is given"] if short else []
+    return (*program.notes, *dearer_note(program, full_program), *given)
 
 
 def short_step_note(order: Schedule) -> str:

@@ -118,9 +118,7 @@ def _left_out(fields: ConfigFields) -> tuple[str, ...]:
     if layers := fields.table.get("num_nextn_predict_layers"):
         found.append(f"num_nextn_predict_layers={layers!r:.20}: multi-token prediction is not built")
     if fields.table.get("quantization_config"):
-        found.append(
-            "quantization_config is of the checkpoint; --precision says how it is trained"
-        )
+        found.append("quantization_config is of the checkpoint; --precision says how it is trained")
     return tuple(found)
 
 

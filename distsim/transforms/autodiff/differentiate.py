@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from distsim.errors import PlanError, UnknownOperatorError
+from distsim.errors import PlanError, UnknownOperatorError, expect, wrong_type
 from distsim.ir import Attributes, Function, Literal, Op, Tensor, Value, trim
 from distsim.ir.function import readers_of
 from distsim.ir.module_names import added_name
@@ -67,7 +67,7 @@ def differentiate(
     >>> [value.name for value in step.outputs]
     ['loss', 'w0.new']
     """
-    check_clip(clip)
+    _check_given(function, optimizer, clip)
     loss = _loss_of(function)
     kept = kept_outputs(function, keep, loss)
     function = mark_forward(only_needed(function, (loss, *kept), "the loss does not need it"))
@@ -100,6 +100,15 @@ def differentiate(
     joint = trim(pass_.maker.finalize()).function  # rules make gradients that nothing needs
     rate = "" if precision is None else precision.product_rate
     return set_product_rate(joint, rate) if rate else joint
+
+
+def _check_given(function: object, optimizer: object, clip: float | None) -> None:
+    expect("function", function, Function, "a forward function, as load_model() makes of a model's name")
+    if optimizer is not None and not callable(getattr(optimizer, "update", None)):
+        raise wrong_type(
+            "optimizer", optimizer, "an optimizer, as optimizer_named() makes of a text, or None"
+        )
+    check_clip(clip)
 
 
 def _loss_of(function: Function) -> Value:
