@@ -18,9 +18,11 @@ from distsim.device_placement.partitioned import (
 )
 from distsim.errors import PartitionError
 from distsim.executor import CostModel, SequentialExecutor, Simulator
-from distsim.ir import Float, FunctionMaker, Role, Tensor, Topology
+from distsim.importer import load_model
+from distsim.ir import Float, FunctionMaker, Role, Tensor, Topology, all_ops
 from distsim.ir.rewrite import flatten
 from distsim.models import gpt, llama, mlp
+from distsim.transforms.inference import as_inference
 
 RATE = 25e9
 
@@ -219,6 +221,20 @@ def test_a_proof_is_of_what_was_searched(slow, cluster, words, tmp_path, capsys)
 def test_the_command_line_says_what_is_wrong(extra, message, capsys):
     assert main(["simulate", "mlp:layers=2,width=64", "--cluster", "dgx-a100", "--batch", "8", *extra]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_partition_is_of_inference(capsys):
+    """Nothing is dropped, which takes no time and no memory for masks, and no loss is taken."""
+    rates = ",".join([f"{what}_dropout=0" for what in ("residual", "attention", "embedding")])
+    found: list[dict[str, object]] = []
+    for model in ("gpt2:layers=2", f"gpt2:layers=2,{rates}"):
+        options = ["--cluster", "dgx-a100", "--batch", "2", "--seq", "64", "--partition", "single", "--json"]
+        assert main(["simulate", model, *options]) == 0
+        found.append(json.loads(capsys.readouterr().out))
+    assert found[0]["step_s"] == found[1]["step_s"] and found[0]["peak_bytes"] == found[1]["peak_bytes"]
+    made = as_inference(load_model("gpt2:layers=2,seq=8", 2))
+    kinds = {op.op_type for op in all_ops(made)}
+    assert not {"CrossEntropyLoss", "Dropout"} & kinds and made.outputs[0].type.shape == (2, 8, 50257)
 
 
 def test_replicas_are_stated():

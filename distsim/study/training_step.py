@@ -17,15 +17,18 @@ from distsim.study.options import BACKWARD, SIZES, ModelOptions, option_of
 from distsim.transforms import add_loss, describe_blocks, differentiate, outline
 from distsim.transforms.autodiff.loss import check_loss
 from distsim.transforms.autodiff.set_precision import apply_precision
+from distsim.transforms.inference import as_inference
 from distsim.transforms.kernels.attention import default_attention, set_attention
 from distsim.transforms.kernels.composites import merge_composites
 from distsim.transforms.key_heads import repeat_keys
 
 
 def forward_pass(options: ModelOptions, progress: Progress) -> Function:
-    """Return the forward pass of the model in its precision, outlined if that is asked for."""
+    """Return the forward pass of the model as inference runs it, in its precision, outlined if asked for."""
     choices = Choices.of(options, trains=False)
-    function = _logical_model(options, choices, progress, choices.plan(plan_asked(options.plan)))
+    function = as_inference(
+        _logical_model(options, choices, progress, choices.plan(plan_asked(options.plan)))
+    )
     return function if choices.precision is None else apply_precision(function, choices.precision)
 
 
