@@ -28,6 +28,9 @@ _TOO_FAR = 0.5
 _MOST_OF_LINK = 1.5
 """Of the bandwidth of a level's link: beyond what switches that add up save, figures are of another link."""
 _NOTHING = "no timings"
+_LIKE = {"linear": "linear_float8", "memory": "embedding"}
+"""Kinds of work, and those whose share is known as one of their speed: products of 8 bits, rows that are
+picked."""
 _OF_BYTES = ("memory", "embedding")
 """Kinds of work whose share is one of the DRAM bandwidth."""
 
@@ -304,6 +307,7 @@ class _Fitting:
                 continue
             before = reached = getattr(self.machine.device, best)
             most = max(kinds, key=lambda kind: found[kind][0])
+            known = {kind: figure["value"] for kind, figure in self.device.get("kernels", {}).items()}
             limited = best == "flops_efficiency" and self.device.pop("power_limit", None) is not None
             if found[most][0] > before or limited:
                 reached = max(found[most][0], before)
@@ -313,6 +317,10 @@ class _Fitting:
                 share, quality = found[kind]
                 name = f"device.kernels.{kind}"
                 self._put(self.device.setdefault("kernels", {}), name, share / reached, "1", quality)
+                like = _LIKE.get(kind, "")
+                if kind in known and like in known and like not in found:
+                    why = f"as {kind}, of whose speed it is a share, was measured"
+                    self._scale(self.device["kernels"][like], share / (known[kind] * before), why)
 
         if "attention" in found or "attention_grad" in found:
             self.device.pop("attention", None)
