@@ -61,6 +61,7 @@ def test_a_norm_over_all_stages_holds_every_rank_up(name):
 def test_what_is_said_of_a_step_that_overlaps_the_next():
     step = simulated("zb_h2")
     assert step.samples_per_second == 8 / step.step_period and step.to_dict()["step_s"] == step.step_period
+    assert step.to_dict()["makespan_s"] == step.step_time > step.step_period
     said = summarize(step, 8)
     assert re.search(r"step time +\S+ .s from the first start to the last end\nsteady +\S+ .s .*a step", said)
     assert f"throughput    {8 / step.step_period:.6g} samples/s\n" in said

@@ -338,6 +338,7 @@ class Simulation:
             "samples": None if step is None else step.samples,
             "tokens": None if step is None or not step.sequence else step.tokens,
             "step_s": self.step_period,
+            "makespan_s": self.step_time,
             "low_s": None if interval is None else interval.low,
             "high_s": None if interval is None else interval.high,
             "own_runs": list(self.own_runs),
@@ -355,6 +356,7 @@ class Simulation:
             "fullest_device": None if fullest is None else str(fullest),
             "usable_bytes": None if fullest is None or fullest.usable == inf else fullest.usable,
             "memory_bytes": {} if use is None else dict(use.by_kind),
+            "host_bytes": max(self.host_memory.values(), default=0),
             "critical_path_s": dict(self.breakdown()),
             "notes": list(self.notes),
         }
