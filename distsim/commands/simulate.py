@@ -276,7 +276,7 @@ def _simulate_partition(options: argparse.Namespace, progress: Progress) -> Step
     topology = read_cluster(options)
     cost_model = CostModel(topology, strict=options.strict)
     simulator = simulator_of(_engine(options), cost_model)
-    function = forward_pass(asked, progress)
+    function = forward_pass(asked, progress, inference=True)
     memory = math.inf if options.device_memory is None else _bytes(options.device_memory)
     limit = 10.0 if options.time_limit is None else options.time_limit
     with warnings.catch_warnings():

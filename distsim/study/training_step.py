@@ -23,12 +23,14 @@ from distsim.transforms.kernels.composites import merge_composites
 from distsim.transforms.key_heads import repeat_keys
 
 
-def forward_pass(options: ModelOptions, progress: Progress) -> Function:
-    """Return the forward pass of the model as inference runs it, in its precision, outlined if asked for."""
+def forward_pass(options: ModelOptions, progress: Progress, inference: bool = False) -> Function:
+    """Return the forward pass of the model in its precision, outlined if that is asked for.
+
+    For ``inference`` nothing is dropped and no loss taken (:func:`as_inference`).
+    """
     choices = Choices.of(options, trains=False)
-    function = as_inference(
-        _logical_model(options, choices, progress, choices.plan(plan_asked(options.plan)))
-    )
+    function = _logical_model(options, choices, progress, choices.plan(plan_asked(options.plan)))
+    function = as_inference(function) if inference else function
     return function if choices.precision is None else apply_precision(function, choices.precision)
 
 
