@@ -71,19 +71,34 @@ def test_divided_state_is_scattered_once_and_gathered_once():
 
 @pytest.mark.parametrize("precision", ["fp32", "amp"])
 @pytest.mark.parametrize(("reshard", "kept"), [("always", 0), ("auto", 1)])
-def test_divided_parameters_are_gathered_whole_for_each_pass(precision, reshard, kept):
-    """Of every layer: its biases, which no gradient reads, and weights that autocast casts for both passes.
+def test_divided_weights_are_gathered_for_each_pass(precision, reshard, kept):
+    """Also those of which backward reads the copies that autocast saved, in the type in which they are held.
 
-    In the type in which they are held. The embedding is not gathered for its backward pass, the last unit
-    (norm and head) only where it is not kept.
+    Biases and embeddings are gathered for forward alone, the last unit (norm and head) once where it is kept.
     """
     step = simulated(f"dp=8,zero=3,reshard={reshard}", GPT, batch=8, precision=precision)
-    layer = 12 * 64 * 64 + 13 * 64  # Narayanan et al. 2021, appendix: 12 h^2 + 13 h
-    ends, last = 128 + 32, 128 + 2  # rows of embeddings; of the head, and the norm before it: its bias is not
-    forward, backward = 4 * layer + (ends + last) * 64, 4 * layer + (0 if kept else last - 1) * 64
+    weights, biases = 12 * 64 * 64 + 2 * 64, 11 * 64  # Narayanan et al. 2021, appendix: 12 h^2 + 13 h a layer
+    head, ends = 128 * 64 + 64, (128 + 32 + 1) * 64  # with the norm's scale; embeddings, the norm's bias
+    forward, backward = 4 * (weights + biases) + head + ends, 4 * weights + (0 if kept else head)
     for each in bytes_sent(step.simulated, step.cost_model.topology).values():
         assert each["all_gather over dp, forward"] == pytest.approx(7 / 8 * 4 * forward)
         assert each["all_gather over dp, backward"] == pytest.approx(7 / 8 * 4 * backward)
+
+
+@pytest.mark.parametrize("stages", ["even", "1-2-1"])
+def test_stages_that_divide_layers_gather_as_much_for_backward(stages):
+    """Under autocast as in float32, so that neither cut seems cheaper than it is."""
+    plan = f"dp=8,pp=3,microbatches=3,zero=3,reshard=always,stages={stages}"
+    found = [
+        sum(
+            nbytes
+            for each in bytes_sent(step.simulated, step.cost_model.topology).values()
+            for what, nbytes in each.items()
+            if what == "all_gather over dp, backward"
+        )
+        for step in [simulated(plan, GPT, "dgx-a100:3", 24, precision=each) for each in ("fp32", "amp")]
+    ]
+    assert found[1] == pytest.approx(found[0]) and found[0] > 0
 
 
 @pytest.mark.parametrize(

@@ -269,7 +269,7 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
 
     def rematerialized() -> Sharded:
         fused = replace(local, function=recompute_interiors(local.function, key.kernels))
-        divided = _with_zero(fused, key, ahead, not levels) if key.zero else fused
+        divided = _with_zero(fused, key, ahead) if key.zero else fused
         tags = gathered(divided.function, key.reshard != "never", key.reshard == "auto")
         made = rematerialize(divided.function, key.remat, tags, costs=costs, stages=stages)
         if key.offload:
@@ -287,16 +287,16 @@ def _rematerialized(local: Sharded, key: Division, costs: DeviceCosts, levels: i
     return replace(found, **alike, kernels=local.kernels, buckets=local.buckets)
 
 
-def _with_zero(local: Sharded, key: Division, ahead: bool, units: bool) -> Sharded:
+def _with_zero(local: Sharded, key: Division, ahead: bool) -> Sharded:
     """Return what ZeRO makes of a local function, made once for all policies of recomputation."""
 
     kept = key.reshard == "never"
 
     def divided() -> Sharded | None:
-        found = zero(local, key.zero, ahead=ahead, kept=kept, whole_sums=key.whole_sums, units=units)
+        found = zero(local, key.zero, ahead=ahead, kept=kept, whole_sums=key.whole_sums)
         return None if found is local else found
 
-    return _ZEROED.get(local.function, (key.zero, ahead, kept, key.whole_sums, units), divided) or local
+    return _ZEROED.get(local.function, (key.zero, ahead, kept, key.whole_sums), divided) or local
 
 
 def updates_last(function: Function) -> Function:

@@ -17,11 +17,13 @@ _fsdp_collectives.py``, both on the current stream, that of the computation, as 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 
 from distsim.hardware.rank_axes import OUTER, joined_axes, over_tensor
 from distsim.ir import Attributes, Function, Mesh, Op, Value, needed_ops, rewire_op, rewrite
+from distsim.ir.module_names import added_name
 from distsim.ir.type import as_tensor
 from distsim.ops import operator
 from distsim.ops.conversion import ONCE
@@ -29,7 +31,7 @@ from distsim.ops.onnx_bridge import type_number
 from distsim.ops.places import shape_of
 from distsim.transforms.data_parallel.gradient_buckets import grouped
 from distsim.transforms.op_graph import is_sum, numbered
-from distsim.transforms.recompute.joint import Joint, find_pairs
+from distsim.transforms.recompute.joint import ChangedPair, Joint, changed_pair, find_pairs, with_calls
 from distsim.transforms.recompute.saves import Tag
 from distsim.transforms.sharding.layout import Placement
 
@@ -113,38 +115,42 @@ def _follow(function: Function, dropped: set[Value]) -> dict[Value, Tag]:
     return dict.fromkeys(made, Tag.MUST_RECOMPUTE)
 
 
-def read_behind(function: Function, parameters: Collection[Value]) -> Function:
-    """Return the joint function with the backward pass of each layer between barriers that read those of the
-    parameters that its forward pass reads, and it does not.
+def gathered_behind(function: Function, parameters: Container[Value]) -> Function:
+    """Return the joint function whose backward pass of a layer reads what copies that it reads were cast of.
 
-    These are biases, say, and weights that a layer casts for both passes, as torch.autocast does. Frameworks
-    gather a layer for its backward pass whatever that reads (torch's FSDP2, ``pre_backward`` of
-    ``_fsdp_param_group.py``; DeepSpeed, ``pre_sub_module_backward_function`` of ``parameter_offload.py``).
+    A layer casts a weight for both passes, as torch.autocast has it, and its backward pass reads the copy
+    alone, which is saved. Frameworks gather the weight for it all the same (torch's FSDP2, ``pre_backward``
+    of ``_fsdp_param_group.py``; DeepSpeed, ``pre_sub_module_backward_function`` of ``parameter_offload.py``):
+    what reads the copy first waits for it.
     """
-    around = dict[Op, tuple[Value, list[Value]]]()  # by backward Call the gradient it begins with, and these
+    calls = dict[Op, Op]()
     for pair in find_pairs(Joint.of(function)):
-        ahead, back = pair.forward, pair.backward
-        unread = [v for v in dict.fromkeys(ahead.inputs) if v in parameters and v not in back.inputs]
-        if unread and pair.late:
-            around[back] = back.inputs[pair.late[0]], unread
-    reduced = {v for op in function.ops if is_sum(op) or op.op_type == "MPIAllreduce" for v in op.inputs}
+        places = frozenset([place for place, v in enumerate(pair.forward.inputs) if v in parameters])
+        calls |= changed_pair(pair, (gathered_behind, places), partial(_behind, places=places)).calls
+    return with_calls(function, calls)
 
-    def between(op: Op, env: dict[Value, Value]) -> tuple[Op, ...]:
-        own = rewire_op(op, env)
-        gradient, unread = around.get(op, (None, list[Value]()))
-        if gradient is None:
-            return (own,)
-        name = f"{op.name}/unshard" if op.name else ""  # of the layer, so of one unit with it
-        known, begun = env.get(gradient, gradient), Value(gradient.name, gradient.type)
-        first = Op("OptimizationBarrier", (known, *unread), (begun,), name=name)
-        call = rewire_op(own, {known: begun})
-        made = next((value for value in op.outputs if value not in reduced), None)
-        if made is None:
-            return first, call
-        env[made] = Value(made.name, made.type)
-        return first, call, Op("OptimizationBarrier", (made, *unread), (env[made],), name=name)
 
-    return rewrite(function, between) if around else function
+def _behind(joint: Joint, places: frozenset[int]) -> ChangedPair:
+    """Return a layer in which what backward reads of casts of some inputs waits for these."""
+    function = joint.function
+    source = {value: value for place, value in enumerate(function.inputs) if place in places}
+    cast = set[Value]()
+    for op in function.ops:
+        if len(op.inputs) == 1 and op in joint.forward and op.inputs[0] in source and _passes(op):
+            source[op.outputs[0]] = source[op.inputs[0]]
+            if op.op_type == "Cast" or op.inputs[0] in cast:
+                cast.add(op.outputs[0])
+
+    def waiting(op: Op, env: dict[Value, Value]) -> Iterator[Op]:
+        for value in dict.fromkeys(op.inputs) if joint.behind(op) else ():
+            if value in cast and value not in env:
+                env[value] = Value(value.name, value.type)
+                yield Op("OptimizationBarrier", (value, source[value]), (env[value],), name=added_name(op))
+        yield rewire_op(op, env if joint.behind(op) else {})
+
+    outputs = function.outputs
+    changed = replace(rewrite(function, waiting), outputs=outputs)
+    return ChangedPair(joint if len(changed.ops) == len(function.ops) else replace(joint, function=changed))
 
 
 def chains(function: Function) -> list[tuple[Op, ...]]:

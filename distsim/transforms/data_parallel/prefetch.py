@@ -12,7 +12,6 @@ from dataclasses import dataclass, replace
 
 from distsim.ir import Function, Op, Value
 from distsim.ir.module_names import layer_of
-from distsim.ops import operator
 from distsim.ops.coalescing import in_messages
 from distsim.ops.conversion import ONCE
 from distsim.plan.buckets import Buckets
@@ -159,8 +158,7 @@ class _Prefetcher:
             call = op.is_call
             if reads and not call and weights.issuperset(function.reads[number]):
                 weights.update(function.makes[number])
-            held = operator(op.op_type).waits and number not in waiting  # by a barrier, after their unit
-            if not reads or held:
+            if not reads:
                 if call:
                     open_unit[key] = None
                 continue

@@ -31,7 +31,7 @@ from distsim.ops import operator
 from distsim.ops.conversion import ONCE
 from distsim.ops.parts import flat_part
 from distsim.ops.training import sums_squares
-from distsim.transforms.data_parallel.gathers import outer_axis, read_behind, replicating_axis, sums_over
+from distsim.transforms.data_parallel.gathers import gathered_behind, outer_axis, replicating_axis, sums_over
 from distsim.transforms.data_parallel.optimizer_steps import (
     OptimizerStep,
     before_update,
@@ -53,7 +53,6 @@ def zero(
     ahead: bool = False,
     kept: bool = False,
     whole_sums: bool = False,
-    units: bool = True,
 ) -> Sharded:
     """Divide over the dp ranks what a stage of ZeRO divides of what :func:`shard` made.
 
@@ -61,22 +60,23 @@ def zero(
     state, a rank holds ceil(elements / ranks). Before stage 3 what no optimizer updates stays as it is.
     In stage 3 the whole parameter is gathered at the top level, before the first op or Call that reads it:
     once for each run of ops between Calls, and for each Call, that reads it in forward; backward reads what
-    forward gathered (:func:`gathered` tags it to be gathered again instead), of Calls that are ``units``, and
-    so will not be written out, all that their forward pass reads (:func:`read_behind`).
+    forward gathered (:func:`gathered` tags it to be gathered again instead), also where it reads copies that
+    forward cast of that (:func:`gathered_behind`).
 
     ``kept``: in stage 3 parameters are gathered once a step (:data:`ONCE`), and held for every microbatch.
     ``whole_sums``: from stage 2 on too, gradients are summed over microbatches before they are reduced.
     ``ahead``: before stage 3, a step ends with each rank's part of the new parameters: who cuts the function
     into stages gathers them when the next step begins (:func:`bucketed`).
 
-    ``local`` must be on a mesh with all its replicas, on which shapes depend. Raises :class:`PlanError` if it
-    is not, for an update that does more than go through a parameter element by element, and before stage 3
-    where nothing is updated.
+    ``local`` must be on a mesh with all its replicas, since shapes depend on how many there are. Raises
+    :class:`PlanError` if it is not, for an update that does more than go through a parameter element by
+    element, and before stage 3 where nothing is updated.
     """
-    if (shown := local.mesh.axis_size("dp")) != local.dp:
+    shown = local.mesh.axis_size("dp")
+    if shown != local.dp:
         raise PlanError(
             f"{local.function.name} is on a pattern of {shown} of {local.dp} data-parallel ranks; shard it "
-            f"on a mesh of dp={local.dp}, on which shapes depend"
+            f"on a mesh of dp={local.dp}, for the shapes depend on it"
         )
     axis = replicating_axis(local.mesh)
     if not axis:
@@ -89,9 +89,9 @@ def zero(
         if as_tensor(v.type, v.name).size >= max(smallest, 1)
     }
     chosen = {v: own for v, own in chosen.items() if own}
-    if stage == 3 and units and not kept:
-        local = replace(local, function=read_behind(local.function, chosen))
-    whole_sums |= stage == 1
+    if stage == 3 and not kept:
+        local = replace(local, function=gathered_behind(local.function, chosen))
+    whole_sums = whole_sums or stage == 1
     divider = _Divider(local, axis, stage, chosen, ahead, kept, whole_sums)
     if mixed := divider.mixed_sums():
         written_out = replace(local, function=inline(local.function, mixed))
