@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from distsim.errors import DistsimError, IRError, TypeRuleError, UnknownOperatorError
+from distsim.importer import load_model
 from distsim.ir import (
     Device,
     Float,
@@ -32,6 +33,7 @@ from distsim.ir import (
     verify,
 )
 from distsim.models import mlp
+from distsim.transforms import SGD, differentiate
 
 F23 = Tensor(Float(), (2, 3))
 
@@ -190,6 +192,19 @@ def test_an_attribute_that_an_operator_has_not_is_refused(op_type, attributes, m
     x = maker.add_input_value("x", F23)
     with pytest.raises(TypeRuleError, match=f"f: {message}"):
         maker.add_op(op_type, inputs=[x], attributes=attributes)
+
+
+@pytest.mark.parametrize("model", ["gpt2", "llama3-8b", "mixtral-8x7b", "deepseek-v2-lite", "gemma2-9b"])
+def test_what_models_and_their_gradients_have_is_not_refused(model):
+    """Every op of theirs may be added by hand, with the attributes of the house too."""
+    forward = load_model(f"{model}:layers=2,vocab=64,seq=16", 2)
+    for function in (forward, differentiate(forward, SGD())):
+        for each in (*callees(function), function):
+            maker = FunctionMaker(each.name)
+            maker.adopt_inputs(list(dict.fromkeys(v for op in each.ops for v in (*op.inputs, *op.outputs))))
+            for op in each.ops:
+                maker.add_op(op.op_type, "", op.inputs, op.attributes, op.subfunctions, None, op.version)
+            assert [op.op_type for op in maker.ops] == [op.op_type for op in each.ops]
 
 
 def test_what_is_no_value_is_said_with_what_to_give():

@@ -223,6 +223,19 @@ def test_the_command_line_says_what_is_wrong(extra, message, capsys):
     assert message in capsys.readouterr().err
 
 
+def test_nothing_is_proven_of_links_that_the_search_did_not_know():
+    """Two of three pairs are slow, among them the one that all are taken to be like; the third is not."""
+    topology = Topology()
+    devices = [topology.add_device("gpu", memory=1.2e6) for _ in range(3)]
+    for (a, b), gbps in zip([(0, 1), (0, 2), (1, 2)], (1, 1, 1000), strict=True):
+        topology.set_bandwidth(devices[a], devices[b], gbps=gbps)
+    model = mlp(layers=8, width=256, batch=64)
+    found = partition_model(model, topology, "optimal", memory=1.2e6, time_limit=2.0)
+    run = found.placed.function
+    said = found.describe(Simulator(CostModel(topology)).interpret(run, run.inputs))
+    assert "(not proven; " in said and " if all links as from gpu:0 to gpu:2: " in said
+
+
 def test_a_partition_is_of_inference(capsys):
     """Nothing is dropped, which takes no time and no memory for masks, and no loss is taken."""
     rates = ",".join([f"{what}_dropout=0" for what in ("residual", "attention", "embedding")])
@@ -235,6 +248,8 @@ def test_a_partition_is_of_inference(capsys):
     made = as_inference(load_model("gpt2:layers=2,seq=8", 2))
     kinds = {op.op_type for op in all_ops(made)}
     assert not {"CrossEntropyLoss", "Dropout"} & kinds and made.outputs[0].type.shape == (2, 8, 50257)
+    balanced = as_inference(load_model("moe:layers=2,seq=16,vocab=64,aux_loss=0.01", 2))
+    assert balanced.outputs[0].type.shape == (2, 16, 64) and "labels" not in [v.name for v in balanced.inputs]
 
 
 def test_replicas_are_stated():

@@ -84,5 +84,5 @@ def _slower(device: Device, factor: float) -> Device:
         dram_bandwidth=device.dram_bandwidth / factor,
         kernel_launch_overhead=device.kernel_launch_overhead * factor,
         rates=replace(device.rates, clock=device.rates.clock / factor),
-        slowdown=device.slowdown * factor,
+        slow_factor=device.slow_factor * factor,
     )

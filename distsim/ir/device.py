@@ -29,8 +29,8 @@ class Device:
     the DRAM bandwidth, at best: ``rates`` say what kernels reach of it. ``host_link`` is what joins it to the
     memory of its host, each way: None if that is not known. ``flops_efficiency`` is that of the slowest of
     ``slowest_of`` devices whose times differ by a standard deviation of ``variation`` of the usual one. Of a
-    device that is ``slowdown`` times as slow as its kind the figures are what it reaches; shares of a peak
-    (MFU) are of that of its kind. The defaults are those of the DistIR notebooks.
+    device that takes ``slow_factor`` times as long as its kind the figures are what it reaches; shares of a
+    peak (MFU) are of that of its kind. The defaults are those of the DistIR notebooks.
 
     Raises :class:`TopologyError` for a figure that is not positive and finite.
 
@@ -56,7 +56,7 @@ class Device:
     rates: KernelRates = NO_RATES
     variation: float = 0.0
     slowest_of: int = 1
-    slowdown: float = 1.0
+    slow_factor: float = 1.0
     _hash: int = field(init=False, compare=False)
 
     def __post_init__(self) -> None:

@@ -381,3 +381,6 @@ _register_gather(
     (_gather_nd_rule, _gather_nd_grad_rule),
     Bounds(_DATA, _gather_nd_bounds),
 )
+
+register(Operator("Gather", beside=("own_rows",)))
+register(Operator("GatherND", beside=(_ROWS,)))

@@ -165,6 +165,7 @@ def _matmul_gradient(ctx: GradientContext) -> Sequence[Value | None]:
 register(
     Operator(
         "MatMul",
+        beside=(GROUP,),
         compute=_matmul,
         work=_matmul_work,
         gradient=_matmul_gradient,

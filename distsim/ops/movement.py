@@ -119,6 +119,7 @@ register(
 register(
     Operator(
         "Split",
+        beside=("microbatches",),
         work=move_work,
         gradient=_split_gradient,
         sharding=_split_rule,

@@ -215,6 +215,8 @@ class Operator:
     """What it reads lies in a buffer that stays: it is freed after the function of the op, not before."""
     bounds: Bounds | None = None
     """What is checked before its types are asked for."""
+    beside: tuple[str, ...] = ()
+    """Attributes that an operator of ONNX has here besides its own."""
 
     @property
     def moves(self) -> bool:

@@ -84,7 +84,7 @@ def check_attributes(op_type: str, attributes: Attributes, version: int | None) 
     if schema is None:
         return
     operands = [formal.name for formal in schema.inputs]
-    known = [*schema.attributes, *operands]
+    known = [*schema.attributes, *operands, *operator(op_type).beside]
     for name in attributes:
         if name not in known and name not in MARKS:
             raise TypeRuleError(

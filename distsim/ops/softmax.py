@@ -139,6 +139,7 @@ def _register(name: str, function: Any, grad: Any) -> None:
 
 
 _register("Softmax", _softmax, _softmax_grad)
+register(Operator("Softmax", beside=(CAUSAL, TRIANGLE)))
 _register("LogSoftmax", log_softmax, _log_softmax_grad)
 
 # --- SoftmaxCrossEntropyLoss(scores, labels, weights), NegativeLogLikelihoodLoss(input, target, weight)

@@ -12,6 +12,8 @@ from io import BufferedWriter
 from pathlib import Path
 from typing import IO, Any, BinaryIO, cast
 
+import numpy as np
+
 from distsim.errors import SimulationError
 
 FORMATS = ("pdf", "png", "svg")
@@ -74,13 +76,14 @@ def _draft(target: Path) -> Path:
 def finite(value: Any) -> Any:
     """Return what JSON (RFC 8259) has of a value: infinite numbers and those that are none are null.
 
-    >>> finite({"hours": float("inf"), "parts": (1, 2.5)})
+    >>> finite({"hours": float("inf"), "parts": (1, np.float32(2.5))})
     {'hours': None, 'parts': [1, 2.5]}
     """
     if isinstance(value, Mapping):
         return {str(name): finite(each) for name, each in cast("Mapping[Any, Any]", value).items()}
     if isinstance(value, list | tuple):
         return [finite(each) for each in cast("Sequence[Any]", value)]
+    value = cast("Any", value.item() if isinstance(value, np.generic) else value)
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 

@@ -108,7 +108,7 @@ class PeakRate:
     @staticmethod
     def of(dtype: str | None, devices: Sequence[Device]) -> PeakRate:
         """Return that of devices for products in an element type; of slow ones that of their kind."""
-        each = [0.0 if dtype is None else device.peak(dtype) * device.slowdown for device in devices]
+        each = [0.0 if dtype is None else device.peak(dtype) * device.slow_factor for device in devices]
         return PeakRate(dtype, tuple(each))
 
     @property
