@@ -96,19 +96,23 @@ def test_an_output_that_the_loss_does_not_need_costs_nothing(text):
     assert_same_step(trained(True), program, *computed(trained(True)))
 
 
+CHOSEN = "its loss is mse of relu11, as the model has none and no other is asked for"
+
+
 def test_a_note_says_what_was_left_out():
     note = (
         "left out, as the loss does not need it: 1 output (pooled), 1 op, 1 parameter (p); "
         "keep (--keep NAME) an output to have it computed"
     )
-    assert add_loss(stack(True)).notes == trained(True).notes == (note,)
-    assert add_loss(stack(False)).notes == trained(False).notes == ()
+    assert add_loss(stack(True)).notes == trained(True).notes == (note, CHOSEN)
+    assert add_loss(stack(False)).notes == trained(False).notes == (CHOSEN,)
+    assert add_loss(stack(False), "mse").notes == ()
     for text in PLANS:
         program = parallelize(trained(True), Plan.parse(text), TOPOLOGY)
         assert program.notes.count(note) == 1, text
     joint = trained(True)
     for handed_on in (inline(joint), outline(joint), set_precision(joint, Float32(), F64)):
-        assert handed_on.notes == (note,)
+        assert handed_on.notes == (note, CHOSEN)
 
 
 def test_the_loss_of_a_model_that_ends_in_one_leaves_out_the_rest():
@@ -292,7 +296,7 @@ def test_the_outputs_are_the_loss_what_is_kept_then_what_training_makes():
     assert [value.name for value in add_loss(stack(True), keep=["pooled"]).outputs] == ["loss", "pooled"]
     both = differentiate(add_loss(stack(True), keep=["pooled", "relu11"]), None, ["pooled", "relu11"])
     assert [value.name for value in both.outputs[:3]] == ["loss", "relu11", "pooled"], "in the model's order"
-    assert both.notes == ()
+    assert both.notes == (CHOSEN,)
 
 
 def oddities() -> Function:

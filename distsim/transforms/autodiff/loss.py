@@ -27,7 +27,8 @@ def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -
     ``"mse"`` adds a target of the output's type and takes the mean over the batch of the squared
     error; ``"cross_entropy"`` adds integer labels and takes the mean over positions of the cross
     entropy over the last dimension. ``"auto"`` takes a scalar for the loss as it is, cross entropy for models
-    of token ids or images (an integer input, or one of rank 4), and mean squared error otherwise.
+    of token ids or images (an integer input, or one of rank 4), and mean squared error otherwise, which a
+    note says.
 
     Outputs: the loss, then those of ``function`` that ``keep`` names, in their order. What none of these
     needs is left out, ops and stored inputs, and a note of the function says what.
@@ -41,13 +42,15 @@ def add_loss(function: Function, kind: str = "auto", keep: Sequence[str] = ()) -
         raise PlanError(f"{function.name} has no floating-point output to take a loss of")
     if kind == "auto" and type_.shape == ():
         return _needed(function, output, kept_outputs(function, keep, output))
+    said: list[str] = []
     if kind == "auto":
         kind = "cross_entropy" if _classifies(function) and type_.rank >= 2 else "mse"
+        said.append(f"its loss is {kind} of {output.name}, as the model has none and no other is asked for")
     if type_.rank == 0 or (kind == "cross_entropy" and type_.rank < 2):
         raise PlanError(f"{function.name}: a {kind} loss needs predictions with a batch, not {type_}")
     kept = kept_outputs(function, keep)
     function = _needed(function, output, kept)
-    maker = FunctionMaker(function.name, function.notes)
+    maker = FunctionMaker(function.name, (*function.notes, *said))
     maker.adopt_inputs(function.inputs)
     if kind == "cross_entropy":
         labels = Tensor(Int64(), type_.shape[:-1], type_.device)
