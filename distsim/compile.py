@@ -29,6 +29,8 @@ class Compiled(Generic[P, R]):
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         """Run the machine code for these arguments; compile it if there is none yet."""
+        if self.options["no_cpython_wrapper"]:
+            raise TypeError(f"{self.function.__name__} is for compiled functions: Python cannot call it")
         return self.dispatcher(*args, **kwargs)
 
     @functools.cached_property

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from distsim.compile import anywhere, compiled, when_compiling
+from distsim.compile import anywhere, compiled, inner, when_compiling
 
 
 class Pair(NamedTuple):
@@ -136,3 +136,13 @@ def add(n):
         (tmp_path / f"adds_{number}.py").write_text(source)
         assert importlib.import_module(f"adds_{number}").add(1) == 1 + number
     assert told == ["the engine", "the count of memory"]
+
+
+def test_what_is_for_compiled_functions_alone_is_not_called_from_python():
+    """It has no wrapper that Python could call: that ended the process."""
+
+    def half(x: float) -> float:
+        return x / 2
+
+    with pytest.raises(TypeError, match="half is for compiled functions: Python cannot call it"):
+        inner(half)(3.0)
