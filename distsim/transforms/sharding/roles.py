@@ -80,21 +80,26 @@ def propagate_both(function: Function, seeds: Marks) -> Marks:
     """
     marks = dict(seeds)
     before: Marks = {}
+    known: _Known = {}
     while marks != before:
         before = dict(marks)
-        _walk(function, marks, forward=True, both=True)
-        _walk(function, marks, forward=False, both=True)
+        _walk(function, marks, forward=True, known=known)
+        _walk(function, marks, forward=False, known=known)
     return marks
 
 
-def _walk(function: Function, marks: Marks, forward: bool, both: bool = False) -> None:
-    """Mark what follows op by op, in their order or against it; ``both``: from either side of an op."""
+_Known = dict[Op, tuple[frozenset[Mark] | None, ...]]
+"""The marks of all operands and results of an op when it was last looked at from both sides."""
+
+
+def _walk(function: Function, marks: Marks, forward: bool, known: _Known | None = None) -> None:
+    """Mark what follows op by op, in their order or against it; with what is ``known`` from either side."""
     visited: set[Function] = set()
 
     def visit(current: Function) -> None:
         for op in current.ops if forward else reversed(current.ops):
             if not op.is_call:
-                _mark_op(op, marks, forward, both)
+                _mark_op(op, marks, forward, known)
                 continue
             callee = op.callee
             given = zip(op.inputs, callee.inputs, strict=True)
@@ -110,10 +115,16 @@ def _walk(function: Function, marks: Marks, forward: bool, both: bool = False) -
     visit(function)
 
 
-def _mark_op(op: Op, marks: Marks, forward: bool, both: bool) -> None:
-    """Mark the dimensions on one side of an op that have a factor marked on the other, or on ``both``."""
+def _mark_op(op: Op, marks: Marks, forward: bool, known: _Known | None) -> None:
+    """Mark the dimensions on one side of an op that have a factor marked on the other, or on both.
+
+    The same marks on both sides give the same again: then that is left out.
+    """
+    both = known is not None
     given = (*op.inputs, *op.outputs) if both else op.inputs if forward else op.outputs
     if marks.keys().isdisjoint(given):
+        return
+    if known is not None and known.get(op) == tuple(map(marks.get, given)):
         return
     rule = rule_of(signature_of(op))
     if rule is None:
@@ -126,6 +137,8 @@ def _mark_op(op: Op, marks: Marks, forward: bool, both: bool) -> None:
     found = _factors(*source, marks)
     for value, dims in zip(*target, strict=True):
         _mark(marks, value, _labelled(dims, found))
+    if known is not None:
+        known[op] = tuple(map(marks.get, given))
 
 
 def marked(op: Op, marks: Marks) -> Callable[[str, Parts], bool]:
