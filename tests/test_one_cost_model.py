@@ -17,7 +17,7 @@ from distsim.errors import CostError
 from distsim.executor import CostModel, Simulator
 from distsim.hardware import collective_time, load_cluster
 from distsim.ir import Device
-from distsim.models import mlp
+from distsim.models import gpt, mlp
 from distsim.ops import register
 from distsim.ops.operator import Operator
 from distsim.plan import Plan
@@ -299,6 +299,22 @@ def test_rules_may_let_computation_take_no_time(plan):
     step = Simulator(costs).simulate(parallelize(joint, Plan.parse(plan), topology, costs))
     assert step.step_time == pytest.approx(sum(step.breakdown("kind").values()))
     assert 0 < step.step_time < Simulator(CostModel(topology)).simulate(step.simulated).step_time
+
+
+@pytest.mark.parametrize("stages", ["1-3", "layers", "default"])
+def test_stages_are_counted_where_computation_takes_no_time(stages):
+    """Each holds as many layers as where computation takes some."""
+    topology = load_cluster("dgx-a100")
+    joint = differentiate(gpt(layers=4, hidden=16, heads=2, seq=8, batch=4, vocab=32), SGD())
+    plan = Plan.parse(f"pp=2,microbatches=2,stages={stages}")
+    held = [
+        [sum(op.is_call for op in stage.forward.function.ops) for stage in program.stages]
+        for program in (
+            parallelize(joint, plan, topology, CostModel(topology, rules=Free(""))),
+            parallelize(joint, plan, topology),
+        )
+    ]
+    assert held[0] == held[1] and sum(held[0]) == 4
 
 
 @pytest.mark.parametrize(

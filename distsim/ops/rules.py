@@ -12,6 +12,7 @@ from distsim.ir.registry import set_rules
 from distsim.ir.type import Tensor, Type
 from distsim.ir.value import Attributes
 from distsim.ops.bounds import check_bounds
+from distsim.ops.conversion import ONCE
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types, schema_of
 from distsim.ops.operator import Array, Signature, Work, operator, registered
 from distsim.suggestions import did_you_mean
@@ -71,7 +72,7 @@ def work(signature: Signature) -> Work | None:
     return None if rule is None else rule(signature)
 
 
-MARKS = frozenset({"absent", "device", "num_outputs", "once", "outputs", "rate", "version"})
+MARKS = frozenset({ONCE, "absent", "device", "num_outputs", "outputs", "rate", "version"})
 """Attributes that an op may have besides those of its operator."""
 
 

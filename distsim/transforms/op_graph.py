@@ -195,22 +195,22 @@ class Numbered:
     def seconds(self, costs: DeviceCosts) -> dict[int, float]:
         """Return how long each forward op keeps the device busy; equal ops are looked at once.
 
-        What is made of parameters alone is work of the op that reads it first; of none if once a step.
+        What is made of parameters alone is work of the op that reads it first; of none if once a step. Where
+        rules let all take no time, each that is no view counts the same.
         """
         found = self._seconds.get(costs.key)
         if found is None:
-            known: dict[Hashable, float] = {}
-            found = {}
+            known, found = dict[Hashable, float](), dict[int, float]()
             for index in self._forward_ops:
                 op = self.ops[index]
                 kind = (op.attributes, op.subfunctions) if op.is_call else index
-                if kind not in known:
-                    known[kind] = costs.seconds(op)
-                found[index] = known[kind]
+                known[kind] = found[index] = known[kind] if kind in known else costs.seconds(op)
+            if not any(found.values()):
+                found = {index: float(_kernels(self.ops[index])) for index in found}
             once = self.once()
             for index in sorted(self.of_weights & found.keys()):  # before its reader
-                readers = [self._first_reader[v] for v in self.makes[index] if v in self._first_reader]
-                reader = min(readers, default=-1)
+                first = self._first_reader
+                reader = min([first[v] for v in self.makes[index] if v in first], default=-1)
                 if reader in found:
                     found[reader] += 0.0 if index in once else found[index]
                     found[index] = 0.0
@@ -298,6 +298,10 @@ class ChosenMap(NamedTuple):
 
     smaller: tuple[tuple[Numbers, Numbers, bool], ...]
     assigned: StageMap
+
+
+def _kernels(op: Op) -> int:
+    return sum(map(_kernels, op.callee.ops)) if op.is_call else int(not operator(op.op_type).view)
 
 
 def is_sum(op: Op) -> bool:

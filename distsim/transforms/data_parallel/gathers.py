@@ -148,8 +148,7 @@ def _behind(joint: Joint, places: frozenset[int]) -> ChangedPair:
                 yield Op("OptimizationBarrier", (value, source[value]), (env[value],), name=added_name(op))
         yield rewire_op(op, env if joint.behind(op) else {})
 
-    outputs = function.outputs
-    changed = replace(rewrite(function, waiting), outputs=outputs)
+    changed = replace(rewrite(function, waiting), outputs=function.outputs)
     return ChangedPair(joint if len(changed.ops) == len(function.ops) else replace(joint, function=changed))
 
 

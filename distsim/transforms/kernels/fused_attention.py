@@ -134,7 +134,7 @@ class _Fusion:
         return {last: writer.standing_for(last.outputs[0], made)}
 
     def _as_heads(self, last: Op, shape: tuple[int, ...]) -> Op:
-        """Return the op that gives the output of the last one this shape, if only that reads it, or that."""
+        """Return the only reader of what the last op makes, if it gives that this shape; else the last op."""
         readers = list(self.scope.readers.get(last.outputs[0], ()))
         if len(readers) != 1 or last.outputs[0] in self.scope.function.outputs:
             return last

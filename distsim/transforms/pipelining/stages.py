@@ -60,9 +60,6 @@ def _forward_stages(
     if starts is not None:  # perhaps one of thousands that a search tries
         own = {op: bisect_right(starts, place) - 1 for place, op in enumerate(timed)}
         return _followed(function, own, list(seconds), num_stages)
-    if not timed:  # by rules that let computation take no time: cut as if all ops took as long
-        timed = [op for op in seconds if not operator(function.ops[op].op_type).view]
-        seconds = dict.fromkeys(seconds, 1.0)
     own = cut(function, timed, seconds, num_stages)
     key = num_stages, tuple(own.items())
     found = function.forward_stages.get(key)
