@@ -9,6 +9,7 @@ from distsim.cost.roofline import COLUMN_SUM, CYCLES, element_seconds
 from distsim.hardware import load_cluster
 from distsim.ir import Attributes, BFloat16, Device, Float32, FunctionMaker, Tensor, Topology
 from distsim.ir.kernel_rates import KernelRates
+from distsim.ir.type import Float8E4M3FN
 from distsim.ops import Signature, signature_of, types
 from distsim.ops.kernel import kernel_attributes
 from distsim.ops.normalization import TWICE
@@ -49,6 +50,12 @@ def test_gradients_are_converted_as_other_tensors_are():
     added = seconds(FAST, "AccumulateInto", (1000, 1000), (1000, 1000), others=[Float32(), BFloat16()])
     assert added == pytest.approx(1e6 * CYCLES["Cast+Add"][1] / 1e11)
     assert seconds(FAST, "AccumulateInto", (1000, 1000), (1000, 1000)) < added / 100
+
+
+@pytest.mark.parametrize(("anew", "cycles"), [(1, CYCLES["Float8Turn"][0]), (0, 0.0)])
+def test_casts_along_columns_make_each_scale_anew_in_a_compiler_s_kernels(anew, cycles):
+    taken = seconds(FAST, "Float8Turn", (1000, 1000), dtype=Float8E4M3FN(), rows=1, anew=anew)
+    assert taken == pytest.approx(max(1e6 * cycles / 1e11, 5e6 / 1e15), rel=0.2)
 
 
 def test_operands_that_are_smaller_are_looked_up():

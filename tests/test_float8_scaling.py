@@ -22,6 +22,7 @@ from distsim.ir.rewrite import flatten
 from distsim.models import mlp, moe
 from distsim.ops import Signature, compute, operator, sharding_rule, signature_of, work
 from distsim.ops.conversion import ONCE
+from distsim.ops.float8 import ANEW
 from distsim.ops.onnx_bridge import type_number
 from distsim.plan import Plan
 from distsim.plan_search.views.text import describe
@@ -202,20 +203,25 @@ def test_what_a_scaling_costs():
     ("scaling", "kernels", "read"),
     [
         ("rowwise", "eager", 4),
+        ("rowwise", "compiled", 4),
         ("tensorwise", "eager", 1),
         ("delayed", "eager", 0),
         ("blockwise", "eager", 0),
         ("tensorwise", "fused", 0),  # Transformer Engine's casts write both ways
     ],
 )
-def test_gradients_of_weights_read_their_operands_turned_each_once(scaling, kernels, read):
-    """Queries, keys and values multiply one input; each has a gradient of its own."""
+def test_gradients_read_operands_turned_each_once(scaling, kernels, read):
+    """Queries, keys and values multiply one input; each has a gradient of its own. Weights are cast along
+    their columns too where they have scales of rows."""
     joint, _, _ = trained(small_gpt, scaling)
     program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS[kernels])
     ops = {id(op): op for op in all_ops(program.to_function())}.values()  # those of two layers are the same
     turns = [op for op in ops if op.op_type == "Float8Turn"]
     products = [op for op in ops if op.op_type == "Float8MatMulGradB"]
     wanted = {value for op in products for value in op.inputs[:2]}
+    if scaling == "rowwise":
+        wanted |= {op.inputs[0] for op in ops if op.op_type == "Float8MatMulGradA"}
+    assert all(op.attributes.get(ANEW, 0) == (kernels == "compiled") for op in turns)
     assert {op.outputs[0] for op in turns} == (wanted if read else set())
     assert len({op.inputs[0] for op in turns}) == len(turns)
     for op in turns:

@@ -34,6 +34,7 @@ from distsim.hardware import collective_time
 from distsim.ir import Device, Topology
 from distsim.ir.kernel_rates import NO_RATES
 from distsim.ops import Signature, Work, op_label
+from distsim.ops.float8 import ANEW
 from distsim.ops.kernel import UPDATED
 from distsim.ops.normalization import TWICE
 
@@ -117,9 +118,17 @@ CYCLES: dict[str, tuple[float, float]] = {
     "AdamOptimizer": (1.45, 2.05),
     "CrossEntropyLoss": (0.37, 0.37),
     "CrossEntropyLossGrad": (0.32, 0.32),
+    "Float8Turn": (2.2, 2.2),
 }
 """Cycles of one multiprocessor for one element of the largest tensor of an op, of 16 and of 32 bits; of
-updates of many tensors, for one of all parameters, as torch's fused AdamW took in 24 training steps."""
+updates of many tensors, for one of all parameters, as torch's fused AdamW took in 24 training steps; of casts
+to 8 bits along columns in kernels of a compiler (``Float8Turn`` with ``anew``), what all kernels of elements
+of compiled steps took more with scales of rows than in bfloat16, over what is cast along columns: on H100 5.6
+to 7.0 ms in five steps for each layer of Llama 3 8B (788 million elements: weights, operands, gradients), 18
+for one of 70B's (1,979 million), 7.1 to 9.3 ps each
+(``experiments/measure_steps.py --only titan``; one such step and the one in bfloat16 in
+experiments/measured/h100_step_kernels.csv). They divide in float64; where a GPU's float64 is a 64th of its
+float32, as on L40S, they take longer than this says."""
 
 EVALUATED = ("Gelu", "GeluGrad", "CrossEntropyLoss", "CrossEntropyLossGrad")
 """Ops whose cycles go into error functions and exponentials, in whatever kernel. Of inductor's kernels of
@@ -166,6 +175,8 @@ def waiting_seconds(signature: Signature, device: Device) -> float:
 def _names(signature: Signature) -> list[str]:
     """Return under which names :data:`CYCLES` has an op, or of what a kernel runs what counts in any."""
     name = op_label(signature)
+    if name == "Float8Turn" and not signature.attributes.get(ANEW, 0):
+        return []
     if name in _CASTS:
         widens = signature.inputs[0].dtype.itemsize < signature.outputs[0].dtype.itemsize
         return ["Cast"] if widens else []  # numbers that become narrower are loaded several at once

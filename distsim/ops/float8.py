@@ -52,6 +52,9 @@ EIGHT_BITS = tuple(_LARGEST)
 MARKS = ("delayed", "both")
 """Attributes of a product that say how the gradient of its result is cast: as its operands were."""
 
+ANEW = "anew"
+"""Attribute of a cast along columns that makes the scale of each element anew, in float64."""
+
 TWO_BYTES = 2
 """Of a number that is cast to 8 bits."""
 
@@ -183,12 +186,13 @@ register(
 )
 
 
-# Float8Turn(x; rows): x as the gradient of a weight reads it, along its rows; the same numbers. A kernel
-# that reads and writes 8 bits, as products of 8 bits on Hopper read both operands along the dimension that
-# they sum over (torchao, float8_ops.py, ``preprocess_addmm``: ``.t().contiguous().t()``); with ``rows``,
-# whose scales are of rows and for this of columns, what x was cast from is read twice, for the largest
-# elements and for the cast (float8_linear.py casts each operand along either dimension). Written beside
-# products once it is known what ranks have (:mod:`distsim.transforms.pipelining.float8`).
+# Float8Turn(x; rows, anew): x as the gradient of a weight reads it, along its rows; the same numbers. A
+# kernel that reads and writes 8 bits, as products of 8 bits on Hopper read both operands along the
+# dimension that they sum over (torchao, float8_ops.py, ``preprocess_addmm``: ``.t().contiguous().t()``);
+# with ``rows``, whose scales are of rows and for this of columns, what x was cast from is read twice, for
+# the largest elements and for the cast (float8_linear.py casts each operand along either dimension); with
+# ``anew`` in a compiler's kernels (:data:`distsim.cost.roofline.CYCLES`). Written beside products once it
+# is known what ranks have (:mod:`distsim.transforms.pipelining.float8`).
 
 
 def _turn_types(attributes: Attributes, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -14,9 +14,15 @@ The factors end here: those of a step somewhere in training are attributes of th
 
 A product reads its operands along the dimension that it sums over; the gradient of its weight sums over rows,
 of what it multiplied and of the gradient of what it made. With scales of rows, or of a tensor, torchao casts
-or turns both by kernels of their own (``Float8Turn``), each once however many products read it. A weight,
-along whose other dimension the gradient of an input sums, is gathered and cast anew for backward by FSDP, the
-one way that is read. Transformer Engine's casts write both ways at once.
+or turns both by kernels of their own (``Float8Turn``), each once however many products read it. So it does
+with a weight, along whose other dimension the gradient of an input sums; with a scale of the tensor FSDP
+gathers and casts it anew for backward, the one way that is read. Transformer Engine's casts write both ways
+at once.
+
+Scales of columns are made of their largest elements in float64 (torchao 0.18, float8_utils.py,
+``amax_to_scale``), and what such a product makes is multiplied by both afterwards (float8_ops.py,
+``addmm_float8_unwrapped``: ``post_inverse_scale``). Torch's compiler makes them in the kernels that read
+them, anew for each element (:data:`distsim.cost.roofline.CYCLES`).
 """
 
 from __future__ import annotations
@@ -31,7 +37,7 @@ from distsim.ir import Attributes, DType, Float8E4M3FN, Float8E5M2, Function, Me
 from distsim.ir.registry import output_types
 from distsim.ir.rewrite import KeptRewrites
 from distsim.ir.type import as_tensor
-from distsim.ops.float8 import MARKS
+from distsim.ops.float8 import ANEW, MARKS
 from distsim.ops.onnx_bridge import made_type, type_number
 from distsim.program.block import RewrittenOps, StageBlocks, kept_rewrite, rewritten_stages
 from distsim.transforms.kernels.policies import Kernels
@@ -113,19 +119,29 @@ def turn_operands(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Stag
     do those whose casts write both ways.
     """
     turns = kernels.gradients_apart and kernels.turns
-    return rewritten_stages(stages, _with_turns) if turns else tuple(stages)
+    return rewritten_stages(stages, _TURNED[kernels.way == "compiled"]) if turns else tuple(stages)
 
 
-@kept_rewrite("functions whose operands of 8 bits are turned")
-def _with_turns(ops: Sequence[Op], outputs: Sequence[Value]) -> Iterator[tuple[Op, int]]:
+def _with_turns(ops: Sequence[Op], outputs: Sequence[Value], compiled: bool) -> Iterator[tuple[Op, int]]:
+    columns = Attributes({"rows": 1, ANEW: 1} if compiled else {"rows": 1})
     turned: dict[Value, Value] = {}
     for place, op in enumerate(ops):
-        if op.op_type != "Float8MatMulGradB" or not op.attributes.keys().isdisjoint(MARKS):
+        scales_of_rows = len(op.inputs) == 2
+        read = {"Float8MatMulGradB": 2, "Float8MatMulGradA": 1 if scales_of_rows else 0}.get(op.op_type, 0)
+        if not read or not op.attributes.keys().isdisjoint(MARKS):
             yield op, place
             continue
-        for value in op.inputs[:2]:
+        for value in op.inputs[:read]:
             if value not in turned:
                 turned[value] = Value(value.name, value.type)
-                rows = {"rows": 1} if len(op.inputs) == 2 else {}
-                yield Op("Float8Turn", (value,), (turned[value],), Attributes(rows)), place
-        yield replace(op, inputs=(*substitute(op.inputs[:2], turned), *op.inputs[2:])), place
+                how = columns if scales_of_rows else Attributes()
+                yield Op("Float8Turn", (value,), (turned[value],), how), place
+        yield replace(op, inputs=(*substitute(op.inputs[:read], turned), *op.inputs[read:])), place
+
+
+_TURNED = {
+    compiled: kept_rewrite(f"functions whose operands of 8 bits are turned, {by}")(
+        partial(_with_turns, compiled=compiled)
+    )
+    for compiled, by in ((False, "kernel by kernel"), (True, "as a compiler does"))
+}
