@@ -229,6 +229,20 @@ def test_gradients_read_operands_turned_each_once(scaling, kernels, read):
         assert (demand.bytes_read, demand.bytes_written) == (read * size, size)
 
 
+@pytest.mark.parametrize("scaling", SCALINGS)
+@pytest.mark.parametrize("bucket", ["fsdp2", "auto"])
+def test_a_unit_gathers_what_it_casts_and_what_it_does_not_together(scaling, bucket):
+    """Scales of norms stay in 16 bits, and are gathered with the weights of their layer, no earlier."""
+    plan = Plan.parse(f"dp=2,tp=1,pp=1,zero=3,bucket={bucket}")
+    found = []
+    for precision in ("fsdp2", f"fsdp2:linear=float8e4m3fn,scaling={scaling}"):
+        joint = differentiate(small_gpt(), SGD(), precision=precision_named(precision))
+        program = parallelize(joint, plan, topology_of(2), kernels=KERNELS["compiled"])
+        gathers = [op for op in all_ops(program.to_function()) if op.op_type == "MPIAllgather"]
+        found.append([sorted(value.type.size for value in op.inputs) for op in gathers])
+    assert found[0] == found[1] and max(map(len, found[0])) > 5
+
+
 def test_experts_multiply_in_8_bits():
     joint, _, _ = trained(small_moe, "delayed")
     kinds = Counter(op.op_type for op in all_ops(joint) if "Grouped" in op.op_type)

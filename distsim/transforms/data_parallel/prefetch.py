@@ -74,7 +74,11 @@ class _Prefetcher:
         self.roots = {places[0] for places in moved}
         self.units: dict[tuple[int, bool], list[_Unit]] = {}
         self.before: dict[int, list[tuple[list[int], Value | None]]] = {}
-        self.weights: set[int] = set()
+        self.weights: set[int] = set()  # what was gathered, and what is made of that alone
+        self.read_by: dict[
+            int, int
+        ] = {}  # ops of chains and of weights alone -> the first op that reads that
+        self.open: dict[tuple[int, bool], _Unit | None] = {}  # by stage and pass, what the next op may be of
 
     def run(self, buckets: Buckets | None) -> tuple[Numbered, StageMap]:
         blocking = buckets is not None and buckets.blocking
@@ -139,45 +143,90 @@ class _Prefetcher:
         return all(stage[op] == stage[first] for op in chain)
 
     def _find_units(self) -> None:
-        """Go through the ops; a gather belongs to the unit of the first op that reads its result."""
-        function, reader = self.function, self.first_reader
+        """Go through the ops; a gather belongs to the unit of the first op that reads its result.
+
+        What is made of weights alone, as casts to 8 bits are, is of the unit that reads it.
+        """
+        function = self.function
+        read = self._find_readers()
         waiting: dict[int, list[int]] = {}  # first reader -> gathers
         for number in sorted(self.chain):
-            last = number
-            while last in self.chain:
-                last = min(reader[value] for value in function.makes[last])
-            waiting.setdefault(last, []).append(number)
-        open_unit: dict[tuple[int, bool], _Unit | None] = {}
-        gathered = {value for number in self.chain for value in function.makes[number]}
-        weights = self.weights = set(gathered)  # with what is made of them alone
+            waiting.setdefault(self.read_by[number], []).append(number)
+        begun: dict[int, _Unit] = {}  # by what reads what is made of weights for it
         for number, op in enumerate(function.ops):
             if number in self.chain or function.steps[number] or function.loose[number]:
                 continue
             key = (self.assigned.stage[number], function.forward[number])
-            reads = [v for v in function.reads[number] if v in gathered]
-            call = op.is_call
-            if reads and not call and weights.issuperset(function.reads[number]):
-                weights.update(function.makes[number])
-            if not reads:
-                if call:
-                    open_unit[key] = None
-                continue
-            unit = open_unit.get(key)
-            layer = layer_of(op)
-            if unit is not None and call and layer and unit.layer == layer:  # it reads what was cast for it
-                unit.anchor = unit.anchor or self._anchor(number, weights, unit.start)
-            elif unit is None or call or unit.layer != layer:
-                unit = _Unit(number, self._anchor(number, weights), [], layer)
-                self.units.setdefault(key, []).append(unit)
-            unit.gathers += waiting.get(number, ())
-            open_unit[key] = None if call else unit
+            if number in self.read_by:
+                for reader in self._readers_before(number):
+                    if reader not in begun:
+                        begun[reader] = self._begin(key, number, reader)
+            elif not read.isdisjoint(function.reads[number]):
+                unit = begun.get(number) or self._begin(key, number, number)
+                unit.gathers = sorted([*unit.gathers, *waiting.get(number, ())])
+                self.open[key] = None if op.is_call else unit
+            elif op.is_call:
+                self.open[key] = None
 
-    def _anchor(self, number: int, weights: set[int], start: int | None = None) -> Value | None:
+    def _begin(self, key: tuple[int, bool], number: int, reader: int) -> _Unit:
+        """Return the unit of an op that reads weights, which begins at an op if none of its layer is open."""
+        op = self.function.ops[reader]
+        unit, layer = self.open.get(key), layer_of(op)
+        if unit is None or op.is_call or unit.layer != layer:
+            unit = _Unit(number, self._anchor(reader, number), [], layer)
+            self.units.setdefault(key, []).append(unit)
+            if not op.is_call:
+                self.open[key] = unit
+        return unit
+
+    def _find_readers(self) -> set[int]:
+        """Find which op first reads what each gather, and each op that reads weights alone, leads to.
+
+        The latter only where that is in the pass and on the stage of its own. Return what units read: what
+        was gathered, and what is made of that for them.
+        """
+        function, stage = self.function, self.assigned.stage
+        self.weights.update(value for number in self.chain for value in function.makes[number])
+        read, alone = set(self.weights), set[int]()
+        for number, op in enumerate(function.ops):
+            apart = op.is_call or number in self.chain or function.steps[number] or function.loose[number]
+            given = function.reads[number]
+            if not apart and given and self.weights.issuperset(given) and self._is_read(number):
+                self.weights.update(function.makes[number])
+                alone.add(number)
+        first: dict[int, int] = {}  # of each value, what reads first what comes of it
+        for number in reversed(range(len(function.ops))):
+            reader = number
+            if number in self.chain or number in alone:
+                reader = min(first[value] for value in function.makes[number] if value in first)
+                same = function.forward[reader] == function.forward[number] and stage[reader] == stage[number]
+                if number in self.chain or (
+                    same and not function.steps[reader] and not function.loose[reader]
+                ):
+                    self.read_by[number] = reader
+                    read.update(function.makes[number])
+                else:
+                    reader = number
+            for value in function.reads[number]:
+                first[value] = min(reader, first.get(value, reader))
+        return read
+
+    def _readers_before(self, number: int) -> list[int]:
+        """Return what reads first what an op of weights alone leads to, and what that needs, in order."""
+        function, found, stack = self.function, set[int](), [number]
+        while stack:
+            each = stack.pop()
+            found.add(self.read_by[each])
+            makers = [function.producer[value] for value in function.reads[each]]
+            stack += [maker for maker in makers if maker in self.read_by]
+        return sorted(found)
+
+    def _anchor(self, number: int, start: int) -> Value | None:
         """Return what the op waits for: what it reads that is made last, before ``start``, and no weight."""
         function = self.function
-        read = [v for v in function.reads[number] if v not in weights and not function.held[v]]
+        read = [v for v in function.reads[number] if v not in self.weights and not function.held[v]]
         read = [v for v in read if function.producer[v] < 0 or not function.loose[function.producer[v]]]
-        read = [v for v in read if start is None or function.producer[v] < start]
+        read = [v for v in read if function.producer[v] < start]
         return function.values[max(read)] if read else None
 
     def _after(self, number: int, waited: Sequence[int]) -> list[Op]:
