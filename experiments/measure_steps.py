@@ -111,6 +111,7 @@ class Training:
             self.tokens = torch.randint(0, step.vocab, (2, step.n_microbatches, step.micro_batch, step.seq))
         self.tables = tables_of(torch, step, device, self.narrow)
         if step.sharded:
+            sharded_training.join_alone(device)
             self.run_model = sharded_training.wrapped(torch, self.model, step)
         else:
             self.run_model = torch.compile(self.model) if step.compiled else self.model
@@ -165,7 +166,7 @@ class Training:
 
 
 def measured(torch: Any, step: Step, device: str, trace: Path | None) -> dict[str, object]:
-    """Return the row of a step; one that does not fit has no seconds, and says so."""
+    """Return the row of a step; one that does not fit, or fails, has no seconds, and says so."""
     row: dict[str, object] = row_of(step)
     gpu = device == "cuda"
     gc.collect()
@@ -182,6 +183,8 @@ def measured(torch: Any, step: Step, device: str, trace: Path | None) -> dict[st
             training.trace(trace / f"{step.name}.json.gz")
     except torch.OutOfMemoryError:
         row["outcome"] = "oom"
+    except (ImportError, RuntimeError) as error:  # no torchao; a GPU without products of 8 bits
+        row["outcome"], row["notes"] = "failed", f"{row['notes']}; {str(error).strip().splitlines()[0][:200]}"
     finally:
         training = None
         torch.compiler.reset()
@@ -260,8 +263,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for step in STEPS
         if step.name.startswith(tuple(given.only))
     ]
-    if any(step.sharded for step in chosen):
-        sharded_training.join_alone("nccl")
     write(
         given.out,
         (

@@ -4,12 +4,12 @@ FSDP2 of every layer and the whole with parameters in bfloat16 and gradients red
 (torchtitan/distributed/fsdp.py), layers compiled one by one, the loss by itself, selective checkpoints that
 save what ``_SAVED`` names but for every second product (torchtitan/distributed/activation_checkpoint.py),
 linear layers in 8 bits but for the output head (torchao.float8). With one rank nothing is sent; what FSDP2
-casts and copies is there.
+casts and copies is there. Since April 2025 torchtitan also has the compiler emulate casts between fused ops
+with scales of rows (``emulate_precision_casts``); not here.
 """
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from importlib import import_module
 from typing import Any
@@ -23,10 +23,12 @@ _SAVED = (
 )
 
 
-def join_alone(backend: str) -> None:
-    """Make this process the only rank of its group."""
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511", RANK="0", WORLD_SIZE="1")
-    import_module("torch.distributed").init_process_group(backend)
+def join_alone(device: str) -> None:
+    """Make this process the only rank of its group, if it is in none."""
+    group = import_module("torch.distributed")
+    if not group.is_initialized():
+        backend = "nccl" if device == "cuda" else "gloo"
+        group.init_process_group(backend, store=group.HashStore(), rank=0, world_size=1)
 
 
 def wrapped(torch: Any, model: Any, step: Step) -> Any:

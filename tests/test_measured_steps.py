@@ -7,8 +7,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from distsim.cost import CostModel
 from distsim.hardware import load_cluster
+from distsim.simulation import Simulator
 from distsim.truth import case_of, predict, read_rows
+from distsim.truth.prediction import program_of
 
 ROOT = Path(__file__).parents[1]
 with pytest.MonkeyPatch.context() as patch:
@@ -57,9 +60,27 @@ def test_a_sharded_step_is_laid_out_as_torchtitan_trains(step):
     assert case.precision.linear is None or case.precision.scaling == scaling
 
 
+def test_what_scales_of_rows_take_longer_is_what_was_measured():
+    lines = (MEASURED / "h100_columns.csv").read_text(encoding="utf-8").splitlines()[1:]
+    device = load_cluster("dgx-h100").devices[0]
+    cycles = [
+        (float(row["seconds_rowwise"]) - float(row["seconds_bf16"]))
+        / (int(row["layers"]) * float(row["elements"]))
+        * (device.rates.processors * device.rates.clock)
+        for row in csv.DictReader(lines)
+    ]
+    assert elements.CYCLES["Float8Turn"][0] == pytest.approx(sum(cycles) / len(cycles), rel=0.01)
+    memory = []
+    for name in ("titan_8b_8_layers", "titan_8b_8_layers_fp8_rowwise"):
+        case = case_of(OF_H100[name])
+        costs = CostModel(case.topology(), kernels="compiled")
+        memory.append(Simulator(costs).simulate(program_of(case, costs)).breakdown("kind")["memory"])
+    assert memory[1] - memory[0] == pytest.approx(0.0569, rel=0.1)  # the last of them
+
+
 @pytest.mark.parametrize("name", OF_H100)
 def test_sharded_steps_take_what_was_measured(name):
-    """No figure of the preset is fitted to them; what casts along columns take was found in one."""
+    """No figure of the preset is fitted to them but what casts along columns take."""
     predicted = predict(case_of(OF_H100[name]))
     assert predicted.seconds == pytest.approx(float(OF_H100[name]["iter_time_s"]), rel=0.04)
     assert predicted.peak / 2**30 == pytest.approx(float(OF_H100[name]["peak_mem_gb"]), rel=0.1)

@@ -122,13 +122,11 @@ CYCLES: dict[str, tuple[float, float]] = {
 }
 """Cycles of one multiprocessor for one element of the largest tensor of an op, of 16 and of 32 bits; of
 updates of many tensors, for one of all parameters, as torch's fused AdamW took in 24 training steps; of casts
-to 8 bits along columns in kernels of a compiler (``Float8Turn`` with ``anew``), what all kernels of elements
-of compiled steps took more with scales of rows than in bfloat16, over what is cast along columns: on H100 5.6
-to 7.0 ms in five steps for each layer of Llama 3 8B (788 million elements: weights, operands, gradients), 18
-for one of 70B's (1,979 million), 7.1 to 9.3 ps each
-(``experiments/measure_steps.py --only titan``; one such step and the one in bfloat16 in
-experiments/measured/h100_step_kernels.csv). They divide in float64; where a GPU's float64 is a 64th of its
-float32, as on L40S, they take longer than this says."""
+to 8 bits along columns in kernels of torch's compiler (``Float8Turn`` with ``anew``), by how much longer all
+kernels of elements of a step take with scales of rows than in bfloat16, over what is cast along columns:
+1.9 to 2.4 in five steps on H100 (experiments/measured/h100_columns.csv, ``experiments/measure_steps.py --only
+titan``). They divide in float64, take logarithms to round scales, and multiply gradients of weights by both
+scales; where a GPU's float64 is a 64th of its float32, as on L40S, they take longer than this says."""
 
 EVALUATED = ("Gelu", "GeluGrad", "CrossEntropyLoss", "CrossEntropyLossGrad")
 """Ops whose cycles go into error functions and exponentials, in whatever kernel. Of inductor's kernels of

@@ -55,8 +55,9 @@ BUILT = {
 }
 """Those that have no name in the library."""
 
-FLOAT8_RECIPES = {"tensorwise": "tensorwise", "rowwise": "rowwise", "rowwise_with_gw_hp": "rowwise"}
-"""How operands are scaled by each recipe of torchao."""
+FLOAT8_RECIPES = ("tensorwise", "rowwise")
+"""Recipes of torchao, as their scales are called here. Not ``rowwise_with_gw_hp``, whose products for
+gradients of weights have 16 bits."""
 
 SCHEDULES = {
     "1f1b": "1f1b",
@@ -165,7 +166,7 @@ def _eight_bits(whole: TrackedFields, notes: list[str]) -> str:
     recipe = next((name for each in gathers if (name := each.text("recipe_name", ""))), "tensorwise")
     if recipe not in FLOAT8_RECIPES:
         raise gathers[0].refusal("recipe_name", f"one of {', '.join(FLOAT8_RECIPES)}")
-    scaling = "blockwise" if any("mx" in each for each in linear) else FLOAT8_RECIPES[recipe]
+    scaling = "blockwise" if any("mx" in each for each in linear) else recipe
     grouped = any("grouped" in each for each in converters)
     return f"linear=float8e4m3fn,scaling={scaling},linear_ops=MatMul+Gemm{'+GroupedMatMul' * grouped}"
 

@@ -19,10 +19,10 @@ with a weight, along whose other dimension the gradient of an input sums; with a
 gathers and casts it anew for backward, the one way that is read. Transformer Engine's casts write both ways
 at once.
 
-Scales of columns are made of their largest elements in float64 (torchao 0.18, float8_utils.py,
-``amax_to_scale``), and what such a product makes is multiplied by both afterwards (float8_ops.py,
-``addmm_float8_unwrapped``: ``post_inverse_scale``). Torch's compiler makes them in the kernels that read
-them, anew for each element (:data:`distsim.cost.roofline.CYCLES`).
+Scales of columns are made of their largest elements in float64 and rounded to powers of two (torchao 0.18,
+float8_utils.py, ``amax_to_scale``), and what such a product makes is multiplied by both afterwards
+(float8_ops.py, ``addmm_float8_unwrapped``: ``post_inverse_scale``). Torch's compiler makes them in the
+kernels that read them, anew for each element (:data:`distsim.cost.roofline.CYCLES`).
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ def turn_operands(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Stag
     Those that share Functions share them still; policies of one kernel for both gradients turn nothing, nor
     do those whose casts write both ways.
     """
-    turns = kernels.gradients_apart and kernels.turns
-    return rewritten_stages(stages, _TURNED[kernels.way == "compiled"]) if turns else tuple(stages)
+    rewrite = _TURNED.get(kernels.turns) if kernels.gradients_apart else None
+    return rewritten_stages(stages, rewrite) if rewrite is not None else tuple(stages)
 
 
-def _with_turns(ops: Sequence[Op], outputs: Sequence[Value], compiled: bool) -> Iterator[tuple[Op, int]]:
-    columns = Attributes({"rows": 1, ANEW: 1} if compiled else {"rows": 1})
+def _with_turns(ops: Sequence[Op], outputs: Sequence[Value], anew: bool) -> Iterator[tuple[Op, int]]:
+    columns = Attributes({"rows": 1, ANEW: 1} if anew else {"rows": 1})
     turned: dict[Value, Value] = {}
     for place, op in enumerate(ops):
         scales_of_rows = len(op.inputs) == 2
@@ -140,8 +140,9 @@ def _with_turns(ops: Sequence[Op], outputs: Sequence[Value], compiled: bool) -> 
 
 
 _TURNED = {
-    compiled: kept_rewrite(f"functions whose operands of 8 bits are turned, {by}")(
-        partial(_with_turns, compiled=compiled)
+    way: kept_rewrite(f"functions whose operands of 8 bits are turned, by {way}")(
+        partial(_with_turns, anew=way == "anew")
     )
-    for compiled, by in ((False, "kernel by kernel"), (True, "as a compiler does"))
+    for way in ("kernels", "anew")
 }
+"""By which kernels turn."""

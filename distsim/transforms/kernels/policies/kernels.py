@@ -44,6 +44,12 @@ ZEROED = ("no", "wide", "all")
 """Which sums of gradients begin as zeros: none, whose first gradient is kept, or cast; those in another type
 than gradients are made in; all."""
 
+TURNS = ("no", "kernels", "anew")
+"""Which kernels cast, or turn, operands of 8 bits for the gradients that read them along their other
+dimension: none, as Transformer Engine's casts write both ways; one for an operand, as torchao's
+(:mod:`distsim.transforms.pipelining.float8`); those of torch's compiler, which make the scale of a column
+anew for each element."""
+
 
 @dataclass(frozen=True)
 class Kernels:
@@ -75,9 +81,7 @@ class Kernels:
     ``zeroed``: which sums of gradients over microbatches are a buffer that begins as zeros, of
     :data:`ZEROED`, and ``products_add``: to such a buffer products add the gradients that they make
     (:mod:`distsim.transforms.gradient_sums`).
-    ``turns``: operands of 8 bits are cast, or turned, for gradients of weights by a kernel of their own, as
-    torchao's are (:mod:`distsim.transforms.pipelining.float8`); Transformer Engine's casts write
-    both ways.
+    ``turns``: which kernels bring operands of 8 bits into the order of gradients, of :data:`TURNS`.
     ``split``: products run in chunks beside the collectives that bring their rows together over
     tensor-parallel ranks (:mod:`distsim.transforms.tensor_parallel.split_products`), as a plan says.
     ``dtensors``: these bring rows together as DTensor does, as a plan says
@@ -122,7 +126,7 @@ class Kernels:
     triangles: int = 0
     zeroed: str = "no"
     products_add: bool = False
-    turns: bool = True
+    turns: str = "kernels"
     split: bool = False
     dtensors: bool = False
     waiting: str = "nowhere"
@@ -156,6 +160,7 @@ class Kernels:
 
 
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True, unscales_first=True)
+_COMPILED = replace(_TORCH, name="compiled", joins=compiled, interiors=True, turns="anew")
 _EAGER = replace(_TORCH, joins=alone, promotes=True, norms_twice=True, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
@@ -171,7 +176,7 @@ _MEGATRON_LM = replace(
     triangles=4096,
     zeroed="all",
     products_add=True,
-    turns=False,
+    turns="no",
     receiving="single",
     reads_norm=True,
     averages=True,
@@ -255,20 +260,12 @@ KERNELS = {
             norms_twice=False,
             launched_as="eager",
         ),
-        replace(_TORCH, name="compiled", joins=compiled, interiors=True),
+        _COMPILED,
+        replace(_COMPILED, name="compiled_complex", rotary="complex", launched_as="compiled"),
         replace(
-            _TORCH,
-            name="compiled_complex",
-            joins=compiled,
-            interiors=True,
-            rotary="complex",
-            launched_as="compiled",
-        ),
-        replace(
-            _TORCH,
+            _COMPILED,
             name="compiled_blocks",
             joins=compiled_blocks,
-            interiors=True,
             loss="torch",
             rotary="complex",
             launched_as="compiled",
