@@ -266,10 +266,8 @@ class _TitanLayout:
             return f"budget:{min(budget, 1.0):g}"
         if mode != "selective":
             raise own.refusal("mode", "selective, full, memory_budget or none")
-        if (
-            option == "op"
-        ):  # distributed/activation_checkpoint.py: attention, each second product, of 8 bits none
-            saved = "Attention" if self._eight else "MatMul/2+Attention"
+        if option == "op":  # distributed/activation_checkpoint.py: attention, each second product
+            saved = "Float8MatMul/2+MatMul/2+Attention" if self._eight else "MatMul/2+Attention"
             return f"ops:{saved}+MPIReduceScatter" if self._degrees["tp"] > 1 else f"ops:{saved}"
         if not re.fullmatch(r"[1-9][0-9]{0,3}", option):
             raise own.refusal("selective_ac_option", "op, or a whole number n for each n-th layer")
