@@ -29,15 +29,15 @@ def module_of(op: Op) -> str:
     return _without_numbers(op.name if op.is_call and "@" not in op.name else op.name.rpartition("/")[0])
 
 
-def layer_of(op: Op) -> str:
+def layer_of(op: Op, added: bool = False) -> str:
     """Return the layer that an op comes from: its name up to the first number; "" if its name says none.
 
-    An op that a transform added comes from none; Calls do.
+    An op that a transform added comes from none, unless these count (``added``); Calls do.
 
     >>> layer_of(Op("Add", (), (), name="model.layers.3.attention/q")), layer_of(Op("Add", (), ()))
     ('model.layers.3', '')
     """
-    if is_added(op):
+    if is_added(op) and not added:
         return ""
     found = re.match(r"\D*\d+(?=[./]|$)", op.name if op.is_call else op.name.rpartition("/")[0])
     return found[0] if found else ""

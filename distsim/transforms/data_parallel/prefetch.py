@@ -107,7 +107,8 @@ class _Prefetcher:
                     anchor = copies[0].outputs[0]
                 written = [each for gather in gathers_ for each in self._written(gather, anchor)]
                 written = [listed(op) if gathers(op) else op for op in written] if blocking else written
-                written, after = _as_messages(written, copied) if whole else (written, [])
+                pending = {value for each in late.values() for op in each for value in op.outputs}
+                written, after = _as_messages(written, copied, pending) if whole else (written, [])
                 ops += written
                 if after:
                     late.setdefault(start, []).extend(after)
@@ -159,7 +160,7 @@ class _Prefetcher:
             key = (self.assigned.stage[number], function.forward[number])
             if number in self.read_by:
                 for reader in self._readers_before(number):
-                    if reader not in begun:
+                    if reader >= number and reader not in begun:
                         begun[reader] = self._begin(key, number, reader)
             elif not read.isdisjoint(function.reads[number]):
                 unit = begun.get(number) or self._begin(key, number, number)
@@ -167,11 +168,28 @@ class _Prefetcher:
                 self.open[key] = None if op.is_call else unit
             elif op.is_call:
                 self.open[key] = None
+        self._move_before_readers()
+
+    def _move_before_readers(self) -> None:
+        """Let what a chain begins with be of no later unit than what is made of it."""
+        function, at = self.function, dict[int, tuple[tuple[int, bool], int]]()
+        for key, units in self.units.items():
+            for place, unit in enumerate(units):
+                at.update(dict.fromkeys(unit.gathers, (key, place)))
+        for number in sorted(at, reverse=True):
+            key, place = at[number]
+            users = [user for value in function.makes[number] for user in function.readers.get(value, ())]
+            first = min([at[user][1] for user in users if user in at and at[user][0] == key], default=place)
+            if first < place:
+                units = self.units[key]
+                units[place].gathers.remove(number)
+                units[first].gathers = sorted([*units[first].gathers, number])
+                at[number] = key, first
 
     def _begin(self, key: tuple[int, bool], number: int, reader: int) -> _Unit:
         """Return the unit of an op that reads weights, which begins at an op if none of its layer is open."""
         op = self.function.ops[reader]
-        unit, layer = self.open.get(key), layer_of(op)
+        unit, layer = self.open.get(key), layer_of(op, added=True)
         if unit is None or op.is_call or unit.layer != layer:
             unit = _Unit(number, self._anchor(reader, number), [], layer)
             self.units.setdefault(key, []).append(unit)
@@ -224,10 +242,23 @@ class _Prefetcher:
     def _anchor(self, number: int, start: int) -> Value | None:
         """Return what the op waits for: what it reads that is made last, before ``start``, and no weight."""
         function = self.function
-        read = [v for v in function.reads[number] if v not in self.weights and not function.held[v]]
-        read = [v for v in read if function.producer[v] < 0 or not function.loose[function.producer[v]]]
-        read = [v for v in read if function.producer[v] < start]
-        return function.values[max(read)] if read else None
+        found, seen, stack = set[int](), set[int](), [number]
+        while stack:
+            for v in function.reads[stack.pop()]:
+                maker = function.producer[v]
+                if (
+                    v in seen
+                    or v in self.weights
+                    or function.held[v]
+                    or (maker >= 0 and function.loose[maker])
+                ):
+                    continue
+                seen.add(v)
+                if maker < start:
+                    found.add(v)
+                elif self.assigned.stage[maker] == self.assigned.stage[number]:
+                    stack.append(maker)
+        return function.values[max(found)] if found else None
 
     def _after(self, number: int, waited: Sequence[int]) -> list[Op]:
         """Return an op behind barriers: what it reads besides weights waits for what was gathered last."""
@@ -251,13 +282,13 @@ class _Prefetcher:
         return [Op("OptimizationBarrier", (source, anchor), (late,)), replace(op, inputs=(late,))]
 
 
-def _as_messages(ops: Sequence[Op], copied: bool) -> tuple[list[Op], list[Op]]:
+def _as_messages(ops: Sequence[Op], copied: bool, pending: set[Value]) -> tuple[list[Op], list[Op]]:
     """Return ops of which those that gather do so together: after what they read, before what reads them.
 
     And the ops for when what is gathered is used: where it is ``copied``, the copies and all that reads them.
     """
     first, sent, last = list[Op](), list[Op](), list[Op]()
-    late = set[Value]()
+    late = set(pending)
     for op in ops:
         if not late.isdisjoint(op.inputs):
             last.append(op)
