@@ -8,8 +8,11 @@ from types import SimpleNamespace
 import pytest
 
 from distsim.cost import CostModel
+from distsim.errors import DistsimError
 from distsim.hardware import load_cluster
+from distsim.importer.configs import read_torchtitan
 from distsim.simulation import Simulator
+from distsim.transforms.autodiff.precision import precision_named
 from distsim.truth import case_of, predict, read_rows
 from distsim.truth.prediction import program_of
 
@@ -58,6 +61,30 @@ def test_a_sharded_step_is_laid_out_as_torchtitan_trains(step):
     scaling = step.precision.removeprefix("fp8 ")
     assert (case.precision.linear is not None) == (scaling != "bf16")
     assert case.precision.linear is None or case.precision.scaling == scaling
+
+
+def test_products_of_8_bits_are_recomputed_as_others_are(tmp_path):
+    """As a trace of torchao under torchtitan's checkpoints shows (measured/h100_step_kernels.csv)."""
+    file = tmp_path / "job.toml"
+    text = """
+[model]
+name = "llama3"
+flavor = "8B"
+converters = ["quantize.linear.float8"]
+[training]
+seq_len = 8192
+[activation_checkpoint]
+mode = "selective"
+selective_ac_option = "op"
+[quantize.linear.float8]
+recipe_name = """
+    file.write_text(f'{text}"rowwise"', encoding="utf-8")
+    job = read_torchtitan(file)
+    assert job.fields["remat"] == "ops:Float8MatMul/2+MatMul/2+Attention"
+    assert precision_named(job.stack.precision).scaling == "rowwise"
+    file.write_text(f'{text}"rowwise_with_gw_hp"', encoding="utf-8")
+    with pytest.raises(DistsimError, match="rowwise_with_gw_hp.*must be one of tensorwise, rowwise"):
+        read_torchtitan(file)
 
 
 def test_what_scales_of_rows_take_longer_is_what_was_measured():

@@ -119,30 +119,6 @@ def test_presets_become_the_plans_that_they_are():
     assert auto.unknown == ()
 
 
-def test_products_of_8_bits_are_recomputed_as_others_are(tmp_path):
-    """As a trace of torchao under torchtitan's checkpoints shows (measured/h100_step_kernels.csv)."""
-    file = tmp_path / "job.toml"
-    text = """
-[model]
-name = "llama3"
-flavor = "8B"
-converters = ["quantize.linear.float8"]
-[training]
-seq_len = 8192
-[activation_checkpoint]
-mode = "selective"
-selective_ac_option = "op"
-[quantize.linear.float8]
-recipe_name = """
-    file.write_text(f'{text}"rowwise"', encoding="utf-8")
-    job = read_torchtitan(file)
-    assert job.fields["remat"] == "ops:Float8MatMul/2+MatMul/2+Attention"
-    assert precision_named(job.stack.precision).scaling == "rowwise"
-    file.write_text(f'{text}"rowwise_with_gw_hp"', encoding="utf-8")
-    with pytest.raises(DistsimError, match="rowwise_with_gw_hp.*must be one of tensorwise, rowwise"):
-        read_torchtitan(file)
-
-
 @pytest.mark.parametrize(
     ("more", "fields"),
     [
