@@ -75,9 +75,7 @@ class _Prefetcher:
         self.units: dict[tuple[int, bool], list[_Unit]] = {}
         self.before: dict[int, list[tuple[list[int], Value | None]]] = {}
         self.weights: set[int] = set()  # what was gathered, and what is made of that alone
-        self.read_by: dict[
-            int, int
-        ] = {}  # ops of chains and of weights alone -> the first op that reads that
+        self.read_by: dict[int, int] = {}  # ops of chains, or of weights alone -> what first reads that
         self.open: dict[tuple[int, bool], _Unit | None] = {}  # by stage and pass, what the next op may be of
 
     def run(self, buckets: Buckets | None) -> tuple[Numbered, StageMap]:
