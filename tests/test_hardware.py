@@ -297,7 +297,22 @@ class TestHierarchy:
         topology = cluster(64, 8, Link(1e11, 1e-6), Link(1e10, 1e-5))
         times = collective_algorithms(kind, 1024, tuple(topology.devices), topology)
         assert set(times) == {"ring", "rails"}
-        assert min(times.values()) == pytest.approx(448 * 1e-6 + 63 * 1e-5, rel=0.01)  # NCCL's tuning.cc
+        assert min(times.values()) == pytest.approx(511 / 512 * (448 * 1e-6 + 64 * 1e-5), rel=0.01)
+
+    def test_a_ring_over_nodes_comes_back_to_the_first(self):
+        """Beside its bytes, us on p5.48xlarge: crazyguitar/aws-gpu-communication-benchmark, fd167f9."""
+        rates = {2: 140.06, 4: 86.25, 8: 47.03, 16: 25.10, 32: 12.43}  # GB/s of 32 MiB, nccl_all_gather.csv
+        hops: list[float] = []
+        for nodes, rate in rates.items():
+
+            def seconds(latency: str, nodes: int = nodes) -> float:
+                settings = ["efa.efficiency=1", "nvlink.latency=0us", f"efa.latency={latency}"]
+                topology = load_cluster(f"aws-p5:{nodes}", settings)
+                return collective_time("all_gather", 2**25, tuple(topology.devices), topology)
+
+            alone = seconds("0us")
+            hops.append((2**25 / (rate * 1e9) - alone) / (seconds("1s") - alone))
+        assert max(hops) / min(hops) < 1.25  # it would be 1.6 with a hop less
 
     def test_exchange_counts_peers_by_level(self):
         topology = cluster(2, 4, self.inside, self.across)

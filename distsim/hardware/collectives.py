@@ -37,7 +37,11 @@ Where a group has k ranks in each of m groups of a level (k GPUs in each of m no
 are open, and the cheapest is taken:
 
 - ``rails``: k rings at a time, each leaving the node by another rank's port, so that
-  B = min(B inside, k B across); a pass has n-m hops inside and m-1 hops across. NCCL's multi-channel ring.
+  B = min(B inside, k B across), around as many hops as a ring's, of which m lie across: what the rank in the
+  middle of a node sends goes to all nodes and back to its own. NCCL's multi-channel ring. (Its tuning model
+  counts m-1. All-gathers of 32 MiB on 2, 4, 8, 16 and 32 nodes of p5.48xlarge take 67, 70, 76, 77 and 81 us
+  a hop across beside their bytes, and 134 to 84 if there were one less: crazyguitar/
+  aws-gpu-communication-benchmark, fd167f9.)
 - ``hierarchical``, for an all-reduce: reduce-scatter inside, all-reduce of S/k across (k of them side by
   side), all-gather inside, and recursively for more levels. NCCL has rings alone for what gathers or scatters
   (tuning.cc; NVIDIA/nccl issues 1473 and 1594), so that these start the later the more ranks there are.
@@ -202,7 +206,6 @@ def _rings(kind: str, nbytes: float, route: Route) -> dict[str, _Seconds]:
     inner, outer = route.inner, route.outer
     if inner is not None and outer is not None:
         bandwidth = min(inner.bandwidth, inner.size * outer.bandwidth)
-        hops = (route.size - outer.size) * inner.latency + (outer.size - 1) * outer.latency
         times["rails"] = _passes(kind, nbytes, route.size, bandwidth, hops)
         if kind == "all_reduce":
             steps = [_best_ring(*step)[1] for step in _hierarchical(nbytes, inner, outer)]
