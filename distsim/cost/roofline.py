@@ -36,7 +36,7 @@ from distsim.ir.kernel_rates import NO_RATES
 from distsim.ops import Signature, Work, op_label
 from distsim.ops.float8 import ANEW
 from distsim.ops.kernel import UPDATED
-from distsim.ops.normalization import TWICE
+from distsim.ops.operator import AGAIN
 
 Group = tuple[Device, ...]
 
@@ -183,7 +183,7 @@ def _names(signature: Signature) -> list[str]:
         return ["Cast+Add"]
     if name in _BINARY and _broadcasts(signature):
         return ["broadcast"]
-    if name.endswith("NormalizationGrad") and not signature.attributes.get(TWICE, 0):
+    if name.endswith("NormalizationGrad") and not signature.attributes.get(AGAIN, 0):
         return []  # of one kernel
     return [name] if name in CYCLES else [part for part in name.split("+") if part in EVALUATED]
 

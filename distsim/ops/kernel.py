@@ -13,7 +13,16 @@ from collections.abc import Mapping, Sequence
 from distsim.ir.function import Op
 from distsim.ir.value import Attributes
 from distsim.ops.grouped import group_matrix
-from distsim.ops.operator import Operator, Signature, Work, bytes_of, operator, register, signature_of
+from distsim.ops.operator import (
+    Operator,
+    Signature,
+    Work,
+    bytes_of,
+    operator,
+    read_again,
+    register,
+    signature_of,
+)
 from distsim.ops.optimizers import OPTIMIZER_OPS, launches_of
 from distsim.ops.rules import work
 from distsim.ops.softmax import TRIANGLE, triangle_reads
@@ -41,7 +50,8 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     the bytes of their matrices, read, written or added to; ``beside``: how many chunks of one product run in
     turn on several streams. Of updates how many elements their parameters have (:data:`UPDATED`), and of
     those that are several kernels the bytes that these move beyond each operand once, and how many they are
-    (``launches``). Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
+    (``launches``); of ops whose kernels read an operand again (:data:`distsim.ops.operator.AGAIN`) these
+    bytes too. Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
     """
     summed = one_product and any(op.op_type.endswith("MatMulGradA") for op in ops)
     flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
@@ -55,6 +65,8 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
         names.append(op.op_type)
         if op.op_type in OPTIMIZER_OPS:
             more = _with_passes(more, op, demand)
+        if again := read_again(signature_of(op)):
+            more = {**more, "read_more": more.get("read_more", 0.0) + again}
     made = {value for op in ops for value in op.outputs}
     chained = not all(made.isdisjoint(op.inputs) for op in ops)
     if one_product or not chained or max(Counter(names).values(), default=0) > 3:

@@ -9,7 +9,7 @@ term mean(g) is absent.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -25,7 +25,6 @@ from distsim.ops.operator import (
     GradientContext,
     Operator,
     Signature,
-    Work,
     common_device,
     reading_bound,
     register,
@@ -35,9 +34,6 @@ from distsim.ops.shape import summed
 from distsim.ops.sharding_rule import Dim, ShardingRule, letters
 
 Axes = tuple[int, ...]
-
-TWICE = "twice"
-"""The attribute of a gradient whose operands two kernels read: that of the input, that of scale and bias."""
 
 
 def wider(dtype: DType) -> DType:
@@ -167,15 +163,6 @@ class _LayerNormKind:
         return (inputs[0].on(common_device(self.name, inputs)),)
 
 
-def _grad_work(signature: Signature, flops: float) -> Work:
-    """Return what a gradient takes; ``twice``: one kernel reads X and dy, another both again."""
-    made = reading_bound(signature, flops)
-    if not signature.attributes.get(TWICE, 0):
-        return made
-    again = signature.inputs[0].nbytes + signature.inputs[-1].nbytes
-    return replace(made, bytes_read=made.bytes_read + again)
-
-
 def _register(kind: _LayerNormKind) -> None:
     register(
         Operator(
@@ -195,7 +182,7 @@ def _register(kind: _LayerNormKind) -> None:
             kind.grad_name,
             types=kind.grad_types,
             compute=kind.grad_compute,
-            work=lambda s: _grad_work(s, kind.grad_flops),
+            work=lambda s: reading_bound(s, kind.grad_flops),
             sharding=kind.grad_sharding,
         )
     )

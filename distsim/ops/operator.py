@@ -317,6 +317,18 @@ def work_of(signature: Signature, flops: float, matrix: bool = False, added: flo
     return Work(flops + added, read, written, matrix, flops if added else None)
 
 
+AGAIN = "again"
+"""The attribute of an op that says how often more than once its kernels read those of its operands that have
+most elements: for a sum over each row first, say, and again for what is made with it."""
+
+
+def read_again(signature: Signature) -> float:
+    """Return the bytes that the kernels of an op read beyond each operand once (:data:`AGAIN`)."""
+    times = signature.attributes.get(AGAIN, 0)
+    most = max([operand.size for operand in signature.inputs], default=0) if times else 0
+    return float(times * sum([operand.nbytes for operand in signature.inputs if operand.size == most]))
+
+
 def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:
     """Return the work of an op that does ``flops_per_element`` for each element of its outputs."""
     return work_of(signature, flops_per_element * sum(tensor.size for tensor in signature.outputs))

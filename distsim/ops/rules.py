@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -14,7 +15,7 @@ from distsim.ir.value import Attributes
 from distsim.ops.bounds import check_bounds
 from distsim.ops.conversion import ONCE
 from distsim.ops.onnx_bridge import onnx_compute, onnx_types, schema_of
-from distsim.ops.operator import Array, Signature, Work, operator, registered
+from distsim.ops.operator import AGAIN, Array, Signature, Work, operator, read_again, registered
 from distsim.suggestions import did_you_mean
 
 
@@ -69,10 +70,13 @@ def _tfloat32(array: Array) -> Array:
 def work(signature: Signature) -> Work | None:
     """Return the work of an op, or None when its operator has no work rule."""
     rule = operator(signature.op_type).work
-    return None if rule is None else rule(signature)
+    found = None if rule is None else rule(signature)
+    if found is None or AGAIN not in signature.attributes:
+        return found
+    return replace(found, bytes_read=found.bytes_read + read_again(signature))
 
 
-MARKS = frozenset({ONCE, "absent", "device", "num_outputs", "outputs", "rate", "version"})
+MARKS = frozenset({AGAIN, ONCE, "absent", "device", "num_outputs", "outputs", "rate", "version"})
 """Attributes that an op may have besides those of its operator."""
 
 

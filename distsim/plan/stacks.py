@@ -156,6 +156,23 @@ STACKS = {
             zero=3,
         ),
         Stack(
+            *("maxtext", "fsdp", "cudnn", "xla", "full_early", "adamw", 1.0),
+            source="MaxText 37e3f440 of December 2024, configs/base.yml: remat_policy full, weights in "
+            "float32, computing in bfloat16, gradient_clipping_threshold 1.0, parameters divided over all "
+            "devices (ici_fsdp_parallelism); its recipes on GPUs have attention cudnn_flash_te and XLA's "
+            "latency hiding scheduler (NVIDIA/JAX-Toolbox); gradients are reduced in the type of the "
+            "products that make them; layers/quantizations.py, Fp8DotGeneralOp: delayed scaling",
+            zero=3,
+        ),
+        Stack(
+            *("paxml", "fsdp", "cudnn", "xla_te", "full_early", "adamw", 1.0),
+            source="Pax as NVIDIA's recipes run it (JAX-Toolbox, rosetta; dgxc-benchmarking of January 2025, "
+            "paxml/configure.sh: ENABLE_TE=1): layers of Transformer Engine, parameters cast to bfloat16 "
+            "before they are gathered, clip_gradient_norm_to_value 1.0, checkpoints that save nothing unless "
+            "told (paxml, model_params.py), delayed scaling (transformer_engine/jax, 4e2ce516)",
+            zero=3,
+        ),
+        Stack(
             *("composer", "fsdp2", "triton", "eager_loss", "none", "adamw", 1.0),
             source="llm-foundry 0.1 to 0.4: models/mpt/configuration_mpt.py, attn_impl triton (of 2022, from "
             "before FlashAttention-2), modeling_mpt.py, loss_fn fused_crossentropy (flash_attn's), and its "

@@ -61,9 +61,9 @@ POST_VALIDATION = r"zero-bubble"
 their authors, whose README (3a91d0c8) has ``--enable-optimizer-post-validation`` among the "quick settings to
 enable Zero Bubble"."""
 
-TORCH_CHECKPOINT = ("torch", "torchtitan", "composer", "plain")
-"""Stacks whose checkpoints are torch.utils.checkpoint without reentrance: a block recomputed is left as soon
-as backward has all it needs."""
+TORCH_CHECKPOINT = ("torch", "torchtitan", "composer", "plain", "maxtext", "paxml")
+"""Stacks whose checkpoints are torch.utils.checkpoint without reentrance, or jax.checkpoint: a block
+recomputed is left as soon as backward has all it needs, or what it does not need is not compiled."""
 
 CONTEXT = (
     (r"a2a|ulysses|all-?to-?all", "ulysses"),
@@ -246,7 +246,8 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
     if every:
         return f"every{early}:{every[1] or every[2]}"
     if re.search(r"save-dot(-only|-with-no-batch)|\bminimal\b", text):  # XLA's names: products of weights
-        return "ops:MatMul+Gemm+Attention" if re.search(r"attention", text) else "ops:MatMul+Gemm"
+        saved = "ops:MatMul+Gemm" + "+Float8MatMul" * eight_bits(row)
+        return f"{saved}+Attention" if re.search(r"attention", text) else saved
     if re.match(r"(selective|sac|attention|core)", text):
         parts = _modules(text)
         if parts:

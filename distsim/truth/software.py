@@ -23,14 +23,16 @@ FRAMEWORKS = (
     ("composer|llm-?foundry", "composer", None),
     (r"olmo|torchtune|\bverl\b", "torchtitan", None),
     (r"fsdp|fairscale|lit-?gpt|lightning|accelerate|axolotl|\btrl\b", "fsdp", None),
-    ("parax|alpa|jax|xla|maxtext|levanter|easylm", "plain", "compiled"),
+    ("parax|alpa", "plain", "xla_2021"),
+    (r"\bpax", "paxml", None),
+    ("jax|xla|maxtext|levanter|easylm", "maxtext", None),
     (r"nemo ?2\b|megatron[- ]bridge", "megatron", "fused_loss"),
     ("megatron|megascale|nemo|mcore|galvatron|transformer ?engine", "megatron", None),
     ("sagemaker model parallel", "deepspeed", None),
     ("pytorch|torch|transformers|hugging ?face", "torch", None),
 )
 """The stack of a framework whose column has the pattern, the first that fits, and kernels where they are not
-the stack's: codes that reduce FSDP's gradients in float32 are as torchtitan; XLA fuses what it compiles.
+the stack's: codes that reduce FSDP's gradients in float32 are as torchtitan; what XLA compiles is as MaxText.
 FlashAttention's own training scripts, and llm.c, have fused kernels of norms with residuals, of MLPs and of
 the loss (flash-attention, training/README.md; llm.c, llmc/*.cuh); codes in house of 3D parallelism are as
 Megatron-LM, which they descend from or say that they resemble; SageMaker's sharding is MiCS, on DeepSpeed;
@@ -76,8 +78,8 @@ KEYS_GROUPED = "2026-02"
 ROWS_WEIGHED = "2025-04"
 """Since when experts of Megatron-LM weigh their rows (26596307): older rows do where their tokens are."""
 
-TORCH_FSDP = ("torch", "torchtitan", "fsdp", "composer", "plain")
-"""Stacks in which ZeRO-3 is FSDP of torch: parameters in float32, gathered in 16 bits."""
+TORCH_FSDP = ("torch", "torchtitan", "fsdp", "composer", "plain", "maxtext", "paxml")
+"""Stacks in which ZeRO-3 is FSDP, of torch or XLA: parameters in float32, gathered in 16 bits."""
 
 _MATH = (
     r"\b(no|non|not|without|w/o)[ -]*flash|unfused|\b(math|eager|naive|standard|vanilla|einsum|baddbmm)\b"
@@ -254,7 +256,7 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
         raise MissingFeatureError(f"precision {text!r:.60}")
     if zero == 3 and stack.family in TORCH_FSDP and (half or brain or eight or not text):
         wide = bool(re.search(r"(fp|float)-?32|\bdefault\b", sharding))
-        policy = POLICIES["fsdp" if stack.family == "fsdp" and not wide else "fsdp2"]
+        policy = POLICIES["fsdp" if stack.precision == "fsdp" and not wide else "fsdp2"]
         if half and not brain:
             policy = replace(policy, used=Float16(), compute=Float16(), loss_scale=65536.0)
             policy = replace(policy, name=f"{policy.name}_fp16")

@@ -28,7 +28,7 @@ from distsim.ir.type import Tensor
 from distsim.ir.value import Attributes, Value
 from distsim.ops import operator, signature_of, work
 from distsim.ops.kernel import KERNEL, MULTI_TENSOR, kernel_attributes
-from distsim.ops.normalization import TWICE
+from distsim.ops.operator import AGAIN
 from distsim.ops.places import shape_of
 from distsim.ops.softmax import CAUSAL, TRIANGLE
 from distsim.ops.training import sums_squares
@@ -108,14 +108,11 @@ def _reading_once(ops: Sequence[Op], late: Mapping[Value, Value]) -> list[Op]:
     return [replace(op, inputs=tuple([behind.get(value, value) for value in op.inputs])) for op in ops]
 
 
-_NORM_GRADIENTS = ("LayerNormalizationGrad", "RMSNormalizationGrad")
-
-
 def _as_run(op: Op, kernels: Kernels) -> Op:
     """Return an op with a callee that kernels run, and with how often its kernels read what it reads."""
     callee = fuse(op.callee, kernels).function if op.is_call else None
-    if kernels.norms_twice and op.op_type in _NORM_GRADIENTS:
-        return replace(op, attributes=Attributes({**op.attributes, TWICE: 1}))
+    if times := dict(kernels.rereads).get(op.op_type, 0):
+        return replace(op, attributes=Attributes({**op.attributes, AGAIN: times}))
     if op.attributes.get(CAUSAL, 0) and shape_of(op.outputs[0])[-1] <= kernels.triangles:
         return replace(op, attributes=Attributes({**op.attributes, TRIANGLE: 1}))
     return op if callee is None or callee is op.callee else replace(op, subfunctions=(callee,))

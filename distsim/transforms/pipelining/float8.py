@@ -17,7 +17,8 @@ of what it multiplied and of the gradient of what it made. With scales of rows, 
 or turns both by kernels of their own (``Float8Turn``), each once however many products read it. So it does
 with a weight, along whose other dimension the gradient of an input sums; with a scale of the tensor FSDP
 gathers and casts it anew for backward, the one way that is read. Transformer Engine's casts write both ways
-at once.
+at once. XLA turns what does not lie along the dimension over which a product sums, whoever cast it, before
+each pass that reads it.
 
 Scales of columns are made of their largest elements in float64 and rounded to powers of two (torchao 0.18,
 float8_utils.py, ``amax_to_scale``), and what such a product makes is multiplied by both afterwards
@@ -122,27 +123,40 @@ def turn_operands(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[Stag
     return rewritten_stages(stages, rewrite) if rewrite is not None else tuple(stages)
 
 
-def _with_turns(ops: Sequence[Op], outputs: Sequence[Value], anew: bool) -> Iterator[tuple[Op, int]]:
-    columns = Attributes({"rows": 1, ANEW: 1} if anew else {"rows": 1})
+def _with_turns(ops: Sequence[Op], outputs: Sequence[Value], way: str) -> Iterator[tuple[Op, int]]:
+    columns = Attributes({"rows": 1, ANEW: 1} if way == "anew" else {"rows": 1})
     turned: dict[Value, Value] = {}
     for place, op in enumerate(ops):
         scales_of_rows = len(op.inputs) == 2
-        read = {"Float8MatMulGradB": 2, "Float8MatMulGradA": 1 if scales_of_rows else 0}.get(op.op_type, 0)
-        if not read or not op.attributes.keys().isdisjoint(MARKS):
-            yield op, place
-            continue
-        for value in op.inputs[:read]:
+        read = _turned_operands(op, scales_of_rows, way == "all")
+        for value in read:
             if value not in turned:
                 turned[value] = Value(value.name, value.type)
-                how = columns if scales_of_rows else Attributes()
+                how = columns if scales_of_rows and way != "all" else Attributes()
                 yield Op("Float8Turn", (value,), (turned[value],), how), place
-        yield replace(op, inputs=(*substitute(op.inputs[:read], turned), *op.inputs[read:])), place
+        own = {value: turned[value] for value in read}
+        yield (replace(op, inputs=substitute(op.inputs, own)) if read else op), place
 
+
+def _turned_operands(op: Op, scales_of_rows: bool, of_every: bool) -> tuple[Value, ...]:
+    """Return the operands of a product that a kernel turns for it: all that do not lie along what it sums
+    over, or those that no cast writes both ways."""
+    if of_every:
+        return op.inputs[slice(*_ALL_TURNED.get(op.op_type, (0, 0)))]
+    if not op.attributes.keys().isdisjoint(MARKS):
+        return ()
+    read = {"Float8MatMulGradB": 2, "Float8MatMulGradA": 1 if scales_of_rows else 0}.get(op.op_type, 0)
+    return op.inputs[:read]
+
+
+_ALL_TURNED = {"Float8MatMul": (1, 2), "Float8MatMulGradB": (0, 2)}
+"""Of row-major operands which do not lie along what a product sums over: the weight; both of the gradient of
+a weight. That of an input sums over the columns of both."""
 
 _TURNED = {
     way: kept_rewrite(f"functions whose operands of 8 bits are turned, by {way}")(
-        partial(_with_turns, anew=way == "anew")
+        partial(_with_turns, way=way)
     )
-    for way in ("kernels", "anew")
+    for way in ("kernels", "anew", "all")
 }
 """By which kernels turn."""

@@ -35,6 +35,7 @@ from distsim.transforms.data_parallel.gradient_buckets import held_gradients
 from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.gradient_sums import sum_gradients
 from distsim.transforms.kernels import fuse_stages
+from distsim.transforms.kernels.scans import copy_saved
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
 from distsim.transforms.pipelining.ends import Ends
@@ -246,6 +247,7 @@ class _Source:
         stages = turn_operands(copy_rows(stages, local.kernels), local.kernels)
         stages = sort_rows(stages) if experts else stages
         stages = fuse_stages(sum_gradients(stages, local.kernels), local.kernels)
+        stages = copy_saved(stages, local.kernels.scans)
         stages = wait_for_rows(stages, local.kernels) if experts else stages
         stages = keep_scales(await_received(stages, local.kernels))
         inputs = self.ends.cut_inputs(blocks, None if like is None else like.inputs)

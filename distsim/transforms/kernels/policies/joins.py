@@ -217,6 +217,28 @@ def compiled_blocks(first: Op, second: Op) -> bool:
     return not {first.op_type, second.op_type} & _OF_LOSSES and compiled(first, second)
 
 
+_EIGHT_BITS = {"Float8Amax", "Float8Cast"}
+
+
+def xla(first: Op, second: Op) -> bool:
+    """As :func:`compiled`, but for casts to 8 bits and their largest elements (openxla/xla issue 7432)."""
+    return not {first.op_type, second.op_type} & _EIGHT_BITS and compiled(first, second)
+
+
+_TRANSFORMER_ENGINE = {
+    *("LayerNormalization", "LayerNormalizationGrad", "RMSNormalization", "RMSNormalizationGrad"),
+    *("Gelu", "GeluGrad", "Swish", "SwishGrad"),
+}
+
+
+def xla_with_te(first: Op, second: Op) -> bool:
+    """As :func:`xla`, but norms and activations are calls of Transformer Engine, with nothing but the cast
+    of what they make to 8 bits (transformer_engine/jax: ``layernorm_fwd_fp8``, ``act_lu_fp8``)."""
+    if second.op_type == "Float8Cast":
+        return first.op_type in _TRANSFORMER_ENGINE
+    return not {first.op_type, second.op_type} & _TRANSFORMER_ENGINE and xla(first, second)
+
+
 _OF_LOSSES = {
     *("LogSoftmax", "LogSoftmaxGrad", "LogLikelihoodLoss", "LogLikelihoodLossGrad"),
     *("CrossEntropyLoss", "CrossEntropyLossGrad"),

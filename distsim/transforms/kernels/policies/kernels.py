@@ -16,6 +16,8 @@ from distsim.transforms.kernels.policies.joins import (
     megatron,
     megatron_of_logits,
     one_loss,
+    xla,
+    xla_with_te,
 )
 
 LOSS_KERNELS = ("one", "torch", "megatron")
@@ -44,11 +46,13 @@ ZEROED = ("no", "wide", "all")
 """Which sums of gradients begin as zeros: none, whose first gradient is kept, or cast; those in another type
 than gradients are made in; all."""
 
-TURNS = ("no", "kernels", "anew")
+TURNS = ("no", "kernels", "anew", "all")
 """Which kernels cast, or turn, operands of 8 bits for the gradients that read them along their other
 dimension: none, as Transformer Engine's casts write both ways; one for an operand, as torchao's
 (:mod:`distsim.transforms.pipelining.float8`); those of torch's compiler, which make the scale of a column
-anew for each element."""
+anew for each element; one for an operand of any product that does not lie as cuBLASLt's kernels want it, as
+XLA adds (xla/service/gpu/transforms/gemm_rewriter.cc, ``TransposeMatrix``): a weight, and both operands of
+its gradient."""
 
 
 @dataclass(frozen=True)
@@ -69,8 +73,9 @@ class Kernels:
     gradients of the operands of a product are a kernel each, and ``products``, of :data:`PRODUCTS`, how those
     run that a model may have as one (:mod:`distsim.transforms.kernels.products`). ``strided_batches``:
     products of many matrices read these where they lie (:mod:`distsim.transforms.kernels.strides`).
-    ``norms_twice``: what the gradient of a layer or RMS normalization reads, a kernel for those of scale and
-    bias reads again, as torch's does (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
+    ``rereads``: by type of op, how often more than once its kernels read the operands that are largest.
+    What the gradient of a layer or RMS normalization reads, a kernel for those of scale and
+    bias reads again where torch's does (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
     ``LayerNormBackwardKernelImplInternal``; since torch 2.9 ``_fused_rms_norm_backward``, seen in traces of
     2.11) and apex's ``MixedFusedLayerNorm`` (csrc/layer_norm_cuda_kernel.cu, ``HostLayerNormGradient``);
     apex's ``FastLayerNorm`` and Transformer Engine's read it once, as does flash_attn's ``TritonRMSNorm``,
@@ -103,6 +108,8 @@ class Kernels:
     gathered there (:mod:`distsim.transforms.tensor_parallel.message_parts`).
     ``validates_later``: no stage waits for the norm of the gradients of others, as a plan says
     (:mod:`distsim.transforms.pipelining.post_validation`).
+    ``scans``: layers are turns of one loop, which copies what they save
+    (:mod:`distsim.transforms.kernels.scans`).
     ``launched_as``: the policy whose launches take as long, if not these (``Device.rates.launches``).
 
     >>> kernels_named("fused").multi_tensor, kernels_named("ops").joins
@@ -122,7 +129,7 @@ class Kernels:
     gradients_apart: bool = False
     products: str = "apart"
     strided_batches: bool = False
-    norms_twice: bool = False
+    rereads: tuple[tuple[str, int], ...] = ()
     triangles: int = 0
     zeroed: str = "no"
     products_add: bool = False
@@ -139,6 +146,7 @@ class Kernels:
     exchanges_wait: bool = False
     sends_parts: bool = False
     validates_later: bool = False
+    scans: bool = False
     launched_as: str = ""
 
     def with_chunks(self, chunks: int) -> Kernels:
@@ -161,7 +169,22 @@ class Kernels:
 
 _TORCH = Kernels("torch", epilogues=True, multi_tensor=True, gradients_apart=True, unscales_first=True)
 _COMPILED = replace(_TORCH, name="compiled", joins=compiled, interiors=True, turns="anew")
-_EAGER = replace(_TORCH, joins=alone, promotes=True, norms_twice=True, loss="torch")
+_NORMS_TWICE = (("LayerNormalizationGrad", 1), ("RMSNormalizationGrad", 1))
+_XLA_BACKWARD = (
+    *(("LayerNormalizationGrad", 2), ("RMSNormalizationGrad", 2)),
+    *(("SoftmaxGrad", 1), ("LogSoftmaxGrad", 1), ("Float8Cast", 1)),
+)
+"""What XLA's kernels read again. A kernel that sums rows ends with the sums (xla/service/gpu/fusions,
+``reduction``): what is made with them reads all rows again. Of the gradient of a normalization one sums rows,
+one makes that of the input and one sums columns; a cast to 8 bits and its largest element are a kernel each
+(openxla/xla issue 7432)."""
+_XLA_FORWARD = (
+    *(("LayerNormalization", 1), ("RMSNormalization", 1)),
+    *(("Softmax", 2), ("LogSoftmax", 2), ("CrossEntropyLoss", 2)),
+)
+"""The same forward, until Triton's kernels kept rows (``xla_gpu_enable_triton_softmax_fusion``, off in
+831e9cef of February 2024): statistics of a norm first; of a softmax the maximum, then the sum."""
+_EAGER = replace(_TORCH, joins=alone, promotes=True, rereads=_NORMS_TWICE, loss="torch")
 _MEGATRON_LM = replace(
     _TORCH,
     name="fused",
@@ -195,7 +218,18 @@ _MEGATRON_OF_2022 = replace(
     _MEGATRON_OF_2023, name="fused_2022", products_add=False, waiting="passes", sends_parts=True
 )
 _MEGATRON_OF_2021 = replace(
-    _MEGATRON_OF_2022, name="fused_2021_epilogues", norms_twice=True, triangles=2048, zeroed="wide"
+    _MEGATRON_OF_2022, name="fused_2021_epilogues", rereads=_NORMS_TWICE, triangles=2048, zeroed="wide"
+)
+
+_XLA = replace(
+    _COMPILED,
+    name="xla",
+    joins=xla,
+    epilogues=False,
+    rereads=_XLA_BACKWARD,
+    turns="all",
+    scans=True,
+    launched_as="compiled",
 )
 
 KERNELS = {
@@ -232,7 +266,7 @@ KERNELS = {
         replace(
             _EAGER,
             name="eager_waiting",
-            norms_twice=False,
+            rereads=(),
             loss="megatron",
             products="copied",
             zeroed="wide",
@@ -257,7 +291,7 @@ KERNELS = {
             loss_in_place=True,
             interiors=True,
             products="joined",
-            norms_twice=False,
+            rereads=(),
             launched_as="eager",
         ),
         _COMPILED,
@@ -270,6 +304,9 @@ KERNELS = {
             rotary="complex",
             launched_as="compiled",
         ),
+        _XLA,
+        replace(_XLA, name="xla_2021", rereads=(*_XLA_FORWARD, *_XLA_BACKWARD), scans=False),
+        replace(_XLA, name="xla_te", joins=xla_with_te, rereads=()),
     )
 }
 """The policies by name. ``ops``: each op of the function is a kernel; ``eager``: as torch launches them op by
@@ -296,13 +333,17 @@ of a later torch, as Megatron-DeepSpeed until July 2023; ``fused_deepspeed``: as
 of each gradient in float16 whether it overflowed, where DeepSpeed's engine runs it; ``eager_loss``: as
 ``eager``, but a cross entropy is one kernel, of logits as they are; ``compiled``: as a compiler joins them;
 ``compiled_complex``: the same, but rotary embeddings multiply complex numbers (torchtitan);
-``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024). All but the first have
-multi-tensor kernels. One weight for queries, keys and values, and one for a gate and what it gates, have
-Megatron-LM (6985e58 of 2021, megatron/model/transformer.py: ``query_key_value``; core 0.12: ``linear_qkv``,
-``linear_fc1``, also as layers of Transformer Engine's in 8 bits, and of experts ``weight1``), llm-foundry
-(v0.1.0 to v0.4.0, models/layers/attention.py: ``Wqkv``, and ``chunk`` or ``split`` of its result) and
-nanotron (4796d2d9, models/llama.py: ``qkv_proj``, ``gate_up_proj``, split); torchtitan and Hugging Face's
-Llama have them apart."""
+``compiled_blocks``: the same as that, but the loss is torch's (torchtitan in 2024); ``xla``: as XLA joins
+them on GPUs since 2024 (MaxText): sums of rows end a kernel, casts to 8 bits are of no other, and biases are
+added with what follows, not by a product (``set_xla_gpu_enable_cublaslt(false)``; its rewriter adds those of
+products that nothing else reads); ``xla_2021``: the same forward too, as until early 2024 (Parax);
+``xla_te``: the same, beside kernels of Transformer Engine for norms, activations and their casts (Pax), with
+which XLA joins nothing. All but the first have multi-tensor kernels. One weight for queries, keys and values,
+and one for a gate and what it gates, have Megatron-LM (6985e58 of 2021, megatron/model/transformer.py:
+``query_key_value``; core 0.12: ``linear_qkv``, ``linear_fc1``, also as layers of Transformer Engine's in 8
+bits, and of experts ``weight1``), llm-foundry (v0.1.0 to v0.4.0, models/layers/attention.py: ``Wqkv``, and
+``chunk`` or ``split`` of its result) and nanotron (4796d2d9, models/llama.py: ``qkv_proj``, ``gate_up_proj``,
+split); torchtitan and Hugging Face's Llama have them apart."""
 
 
 def kernels_named(name: str) -> Kernels:

@@ -1,0 +1,147 @@
+"""What XLA launches: sums of rows end a kernel, operands of 8 bits are turned, scans copy what they save."""
+
+from functools import cache
+
+import pytest
+from precision_models import small_gpt
+from test_kernels import known
+from training_models import (
+    assert_all_readers_agree,
+    assert_same_step,
+    random_inputs,
+    small_llama,
+    topology_of,
+)
+
+from distsim.compose import parallelize
+from distsim.interpret import SequentialExecutor
+from distsim.ir import all_ops, callees
+from distsim.ops import op_label, signature_of, work
+from distsim.ops.operator import read_again
+from distsim.plan import Plan
+from distsim.transforms import SGD, differentiate, precision_named
+from distsim.transforms.kernels import KERNELS, fuse
+
+XLA = ("xla", "xla_2021", "xla_te")
+
+
+def again(name, model, op_type):
+    """How often kernels read what ops of a type read, beyond once; of kernels by the ops that they run."""
+    found = set()
+    for each in callees(fuse(known(model)[0], KERNELS[name]).function):
+        for op in each.ops:
+            for part in op.subfunctions[0].ops if op.op_type == "Kernel" else (op,):
+                if part.op_type == op_type:
+                    most = max(value.type.size for value in part.inputs)
+                    once = sum(value.type.nbytes for value in part.inputs if value.type.size == most)
+                    found.add(read_again(signature_of(part)) / once)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("name", "model", "op_type", "times"),
+    [
+        ("xla", "llama", "RMSNormalizationGrad", 2),
+        ("xla", "gpt", "LayerNormalizationGrad", 2),
+        ("xla", "gpt", "SoftmaxGrad", 1),
+        ("xla", "gpt", "Softmax", 0),
+        ("xla_2021", "gpt", "Softmax", 2),
+        ("xla_2021", "llama", "RMSNormalization", 1),
+        ("xla_te", "gpt", "LayerNormalizationGrad", 0),
+        ("compiled", "gpt", "LayerNormalizationGrad", 0),
+    ],
+)
+def test_sums_of_rows_are_read_again_by_what_is_made_with_them(name, model, op_type, times):
+    assert again(name, model, op_type) == {times}
+
+
+@pytest.mark.parametrize("name", XLA)
+def test_a_kernel_reads_again_what_its_parts_do(name):
+    """Beside each operand once: the bytes of every part whose kernels are several."""
+    function, seen = fuse(known("gpt")[0], KERNELS[name]).function, 0
+    for each in callees(function):
+        for op in each.ops:
+            if op.op_type != "Kernel":
+                continue
+            more = sum(read_again(signature_of(part)) for part in op.subfunctions[0].ops)
+            once = sum(value.type.nbytes for value in op.inputs)
+            if "updated" not in op.attributes:  # kernels of updates are several
+                assert work(signature_of(op)).bytes_read == once + more
+                seen += more > 0
+    assert seen or name == "xla_te"
+
+
+def test_transformer_engine_joins_norms_and_activations_with_nothing():
+    labels = {
+        op_label(op)
+        for each in callees(fuse(known("gpt")[0], KERNELS["xla_te"]).function)
+        for op in each.ops
+        if "Normalization" in op_label(op) or "Gelu" in op_label(op)
+    }
+    assert labels == {"LayerNormalization", "LayerNormalizationGrad", "Gelu", "GeluGrad"}
+    joined = [
+        op_label(op) for each in callees(fuse(known("gpt")[0], KERNELS["xla"]).function) for op in each.ops
+    ]
+    assert "Add+Gelu" in joined and not [label for label in joined if label.startswith("MatMul+")]
+
+
+@cache
+def trained():
+    joint = differentiate(small_gpt(), SGD(lr=1.0), precision=precision_named("fp8"))
+    inputs = [a if a.dtype.kind == "i" else 0.3 * a for a in random_inputs(joint, 2)]
+    return joint, inputs
+
+
+@pytest.mark.parametrize("name", XLA)
+def test_operands_of_8_bits_that_do_not_lie_along_what_is_summed_are_turned(name):
+    """Of each product the weight, and both operands of its gradient, each once; casts are of no other
+    kernel, but for those of Transformer Engine's norms and activations."""
+    joint, _ = trained()
+    program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS[name])
+    ops = {id(op): op for op in all_ops(program.to_function())}.values()  # those of two layers are the same
+    turned = {op.outputs[0]: op.inputs[0] for op in ops if op.op_type == "Float8Turn"}
+    wanted = {op.inputs[1] for op in ops if op.op_type == "Float8MatMul"}
+    wanted |= {value for op in ops if op.op_type == "Float8MatMulGradB" for value in op.inputs[:2]}
+    assert turned.keys() == wanted and len({*turned.values()}) == len(turned)
+    casts = {op_label(op) for op in ops if "Float8Cast" in op_label(op)}
+    engine = {f"{op}+Float8Cast" for op in ("LayerNormalization", "Gelu", "GeluGrad")}
+    assert casts - {"Float8Cast"} == (engine if name == "xla_te" else set())
+
+
+def copies_of(program):
+    """Bytes that a forward pass of one stage copies, and of what its products make and backward reads."""
+    (forward,) = [forward.function for forward, _, _ in program.parts.blocks]
+    copied = products = 0
+    for call in [op for op in forward.ops if op.is_call]:
+        made = {v: op for op in call.callee.ops for v in op.outputs}
+        sources = [made.get(v) for v in call.callee.outputs]
+        copied += sum(op.inputs[0].type.nbytes for op in sources if op and op.op_type == "CopyIn")
+        products += sum(
+            value.type.nbytes
+            for value, op in zip(call.callee.outputs, sources, strict=True)
+            if op is not None and (work(signature_of(op)) or 0) and work(signature_of(op)).matrix
+        )
+    return copied, products
+
+
+@pytest.mark.parametrize("plan", ["dp=1", "dp=2,zero=3,microbatches=2", "tp=2", "dp=1,remat=ops:MatMul"])
+def test_scans_copy_what_products_make_and_backward_reads(plan):
+    """And what kernels of elements make they write where it stays."""
+    joint = differentiate(small_llama(), SGD())
+    inputs = random_inputs(joint)
+    plan = Plan.parse(plan)
+    topology = topology_of(plan.devices)
+    programs = {
+        name: parallelize(joint, plan, topology, kernels=KERNELS[name]) for name in ("compiled", "xla")
+    }
+    copied, left = copies_of(programs["xla"])
+    none, made = copies_of(programs["compiled"])
+    assert copied == made > 0 and none == left == 0
+    assert_all_readers_agree(programs["xla"])
+    assert_same_step(joint, programs["xla"], inputs, SequentialExecutor().compute(joint, inputs))
+
+
+def test_what_nothing_repeats_is_no_scan():
+    joint = differentiate(small_llama(layers=1), SGD())
+    program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS["xla"])
+    assert "CopyIn" not in {op.op_type for op in all_ops(program.to_function())}
