@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 import sys
+from collections.abc import Sequence
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
 from types import CodeType
@@ -104,13 +105,28 @@ def offloaded(order: Schedule, every: int) -> Schedule:
     return Schedule(f"{order.name}_offloaded{every}", *sizes, ranks, order.rank_of, order.copies)
 
 
+def earlier(cells: Sequence[Cell]) -> list[Cell]:
+    """The cells of a rank, each copy back listed before the pass that it stood behind."""
+    found = list(cells)
+    for place, cell in enumerate(found):
+        if cell[0].kind.value == "R":
+            found.insert(max(n for n in range(place) if found[n][0].kind.value in "FB"), found.pop(place))
+    return found
+
+
 def times() -> None:
-    """Alone a microbatch takes all its actions; of several, copies run beside what others compute."""
-    one = schedule("gpipe", 1, 1)
+    """Alone a microbatch takes all its actions; of several, copies run beside what others compute.
+
+    A fetch begins where it stands, however early it could: before its own backward that waits for all of it,
+    one action earlier it is hidden.
+    """
+    one, half = schedule("gpipe", 1, 1), ActionTimes({"O": 0.5, "R": 0.5})
     seconds = ActionTimes({"O": 2.0, "R": 3.0})
     assert time_schedule(offloaded(one, 1), seconds).makespan == 1 + 2 + 3 + 2
-    found = time_schedule(offloaded(schedule("gpipe", 1, 4), 1), ActionTimes({"O": 0.5, "R": 0.5}))
-    assert (found.makespan, found.busy, found.schedule.in_flight(0)) == (4 * 3, (12.0,), 1)
+    found = time_schedule(offloaded(schedule("gpipe", 1, 4), 1), half)
+    assert (found.makespan, found.busy, found.schedule.in_flight(0)) == (4 * 3 + 4 * 0.5, (12.0,), 1)
+    early = time_schedule(Schedule("early", 1, 4, [earlier(found.schedule.ranks[0])]), half)
+    assert (early.makespan, early.busy, early.schedule.in_flight(0)) == (4 * 3, (12.0,), 2)
     assert {stream: len(cells) for stream, cells in found.beside[0].items()} == {"offload": 4, "fetch": 4}
     text = describe_schedule(time_schedule(offloaded(one, 1), seconds))
     assert "offload 2, reload 3" in text

@@ -106,10 +106,29 @@ def test_a_copy_costs_what_its_bytes_take_on_the_link() -> None:
     topology = Topology.hierarchical(x.device, 1, [])
     found = Simulator(CostModel(topology)).interpret(maker.finalize(), maker.finalize().inputs)
     assert found.step_time == pytest.approx(2 * (1e-6 + 8000 / 0.5e9))
-    assert {span.stream.name for span in found.spans()} == {"offload", "fetch"}
+    assert {span.stream.name for span in found.spans() if span.end > span.start} == {"offload", "fetch"}
     assert found.shares(x.device).exposed_communication == found.step_time
     assert (there[0].type.nbytes, there[0].type.host_nbytes) == (0, 4000)
     assert host_memory(found.function) == {x.device: 8000} == found.host_memory
+
+
+@pytest.mark.parametrize("engine", ["maxplus", "events"])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_copy_back_begins_where_it_stands(late: bool, engine: str) -> None:
+    """It waits for the computation that is listed before it, which it does not read, and for no other."""
+    topology = device(4000.0, dram_bandwidth=1000.0)
+    maker = FunctionMaker("f")
+    x = maker.add_input_value("x", Tensor(Float(), (1000,), topology.devices[0]))
+    there = maker.add("Offload", [x])
+    back = () if late else maker.add("Fetch", there)
+    y = maker.add("Exp", [x])
+    maker.set_outputs([*(maker.add("Fetch", there) if late else back), *y])
+    found = Simulator(CostModel(topology), engine=engine).interpret(maker.finalize(), maker.finalize().inputs)
+    times = {span.op.op_type: (span.start, span.end) for span in found.spans()}
+    copy = pytest.approx(1.0)
+    assert times["Offload"] == (0, copy)
+    assert times["Fetch"][0] == (times["Exp"][1] if late else copy) and times["Exp"][1] > 2
+    assert found.step_time == max(times["Exp"][1], times["Fetch"][1])
 
 
 # --- memory ----------------------------------------------------------------------------------------------

@@ -17,7 +17,10 @@ Copies between the memory of devices and that of their hosts: ``Offload`` and ``
 ``Device.host_link`` and on a stream of its own (``offload``, ``fetch``): both directions run at full speed at
 once. What is on the host (``Tensor.on_host``) takes no memory of the device, so that a value that is only
 read after a ``Fetch`` of it is free on the device once it was copied; ``Fetch`` gives the memory of the host
-back (:mod:`distsim.simulation.memory.host`), so a value is fetched once. Neither is an op of a model: saved
+back (:mod:`distsim.simulation.memory.host`), so a value is fetched once. A ``Fetch`` begins when the
+computation has ended that was issued before it, in whose memory its results may lie, as streams of copies
+are made to wait (Transformer Engine's ``self.h2d_stream.wait_stream(torch.cuda.current_stream())``), and so
+as late as it stands; an ``Offload`` as soon as its operands are there. Neither is an op of a model: saved
 activations are offloaded by :mod:`distsim.transforms.recompute.offload`.
 """
 
@@ -76,6 +79,7 @@ def _register_host_copy(name: str, stream: str, to_host: bool) -> None:
             compute=lambda attributes, arrays: list(arrays),
             work=lambda signature: Work(0.0, 0.0, 0.0),
             host_stream=stream,
+            follows="" if to_host else "compute",
         )
     )
 

@@ -205,6 +205,9 @@ class Operator:
     host_stream: str = ""
     """Of a copy to or from the host's memory: the stream on which it runs. No kernel runs; each output is
     the input in its place, in another memory."""
+    follows: str = ""
+    """A stream of its device on which all that was issued before an op ends before the op begins; it takes
+    no time there."""
     issues: bool = False
     """It is the work of the host to have the device run a kernel, and takes nothing of the device."""
     stalls: bool = False

@@ -27,7 +27,7 @@ from distsim.simulation.maxplus.matrices import Class, Wiring
 from distsim.simulation.maxplus.row_loop import CallArrays, LoopState, Reach, find_reach, run_rounds
 from distsim.simulation.maxplus.wiring import Wirer
 from distsim.simulation.tasks.block_matrix import BlockTasks, StageRanks, block_tasks
-from distsim.simulation.tasks.lower import UNISSUED, Lowering
+from distsim.simulation.tasks.lower import Lowering
 from distsim.simulation.tasks.program_ranks import ProgramRanks, program_ranks, used_axes
 from distsim.simulation.tasks.templates import Floats
 
@@ -298,4 +298,4 @@ def _run(lowering: Lowering, function: Function, op: Op) -> int | None:
     if kind is None:
         exchanges = lowering.exchanges(op)
         return None if len(exchanges) != 1 or exchanges[0].issues or exchanges[0].slows else exchanges[0].run
-    return None if len(kind) != 1 or kind[0][2] != UNISSUED else kind[0][1]
+    return None if len(kind) != 1 or kind[0][2] else kind[0][1]

@@ -41,15 +41,12 @@ from distsim.simulation.tasks.templates import (
 
 _TYPE = attrgetter("type")
 
-Kind = tuple[tuple[int, int, int], ...] | None
-"""(rank class, run, run of the host that issues it, or :data:`UNISSUED`) of a compute op on each of its
-classes; None: it communicates."""
+Kind = tuple[tuple[int, int, tuple[int, ...]], ...] | None
+"""(rank class, run, runs that it comes after: of the host that issues it, and of no time on a stream that
+it follows) of a compute op on each of its classes; None: it communicates."""
 
 _LAUNCH, _SLOWDOWN = 0, 1
-"""The numbers of ``LAUNCH`` and ``SLOWDOWN`` among the ops of a lowering that has launches."""
-
-UNISSUED = -1
-"""Instead of a run of the host: it takes no time to issue the op."""
+"""The numbers of ``LAUNCH`` and ``SLOWDOWN`` among the ops of a lowering."""
 
 
 class IssuedExchange(NamedTuple):
@@ -78,10 +75,8 @@ class Lowering:
         self.streams: dict[Stream, int] = {}
         self.class_of: list[int] = []
         self.runs: dict[tuple[float, tuple[int, ...]], int] = {}
-        self.ops: list[Op] = []
+        self.ops: list[Op] = [LAUNCH, SLOWDOWN]
         self.issues = bool(cost_model.kernels)
-        if self.issues:
-            self.ops += (LAUNCH, SLOWDOWN)
         self._exchanges: dict[tuple[object, ...], tuple[IssuedExchange, ...]] = {}
         self._kinds: dict[tuple[object, ...], Kind] = {}
         self._known: dict[tuple[object, ...], Kind] = {}
@@ -155,7 +150,7 @@ class Lowering:
     def _issues(self, signature: Signature, part: ClassExchange) -> tuple[int, ...]:
         """Return the runs of the hosts that issue an exchange."""
         classes = dict.fromkeys((*part.sources, *part.targets))
-        return tuple([run for c in classes if (run := self.issue(signature, c)) != UNISSUED])
+        return tuple([run for c in classes for run in self.issue(signature, c)])
 
     def _slows(self, signature: Signature, part: ClassExchange) -> tuple[int, ...]:
         """Return the runs that computation loses on each class of an exchange."""
@@ -180,12 +175,17 @@ class Lowering:
             names = tuple((c, name) for c in dict.fromkeys((*part.sources, *part.targets)))
         return tuple(dict.fromkeys(self.stream(*pair) for pair in names))
 
-    def issue(self, signature: Signature, rank_class: int) -> int:
-        """Return the run of the host that issues an op on a rank class, or :data:`UNISSUED`."""
+    def issue(self, signature: Signature, rank_class: int) -> tuple[int, ...]:
+        """Return the run of the host that issues an op on a rank class, if that takes time."""
         seconds = self.cost_model.launch_seconds(signature, self.classes.members[rank_class][0])
         if not seconds:
-            return UNISSUED
-        return self.run(task_seconds(signature, seconds), (self.stream(rank_class, HOST),))
+            return ()
+        return (self.run(task_seconds(signature, seconds), (self.stream(rank_class, HOST),)),)
+
+    def _before(self, signature: Signature, rank_class: int) -> tuple[int, ...]:
+        """Return the runs that a compute op comes after on a rank class, whatever it reads."""
+        issue, follows = self.issue(signature, rank_class), operator(signature.op_type).follows
+        return (*issue, self.run(0.0, (self.stream(rank_class, follows),))) if follows else issue
 
     def kind(self, function: Function, op: Op) -> Kind:
         """Return how a compute op runs on each of its classes.
@@ -217,7 +217,7 @@ class Lowering:
                 seconds = [task_seconds(op, cost) for cost in asked]
                 name = operator(op.op_type).host_stream or "compute"
                 runs = [self.run(s, (self.stream(c, name),)) for c, s in zip(at, seconds, strict=True)]
-                found = tuple(zip(at, runs, [self.issue(signature, c) for c in at], strict=True))
+                found = tuple(zip(at, runs, [self._before(signature, c) for c in at], strict=True))
             self._kinds[key] = found
         return self._kinds[key]
 
@@ -264,18 +264,18 @@ class _TemplateBuilder:
         else:
             self._compute(op, kind)
 
-    def _compute(self, op: Op, kind: tuple[tuple[int, int, int], ...]) -> None:
+    def _compute(self, op: Op, kind: tuple[tuple[int, int, tuple[int, ...]], ...]) -> None:
         rows, where, number = self.open, self.where, self.count
         dep_task, dep_source = rows.dep_task, rows.dep_source
         ops = self.lowering.ops
         made: dict[int, int] = {}
-        for rank_class, run, issue in kind:
-            if issue != UNISSUED:
-                rows.run.append(issue)
+        for rank_class, run, before in kind:
+            first, number = number, number + len(before)
+            for place, each in enumerate(before, first):
+                rows.run.append(each)
                 rows.op.append(_LAUNCH)
-                number += 1
                 dep_task.append(number)
-                dep_source.append(number - 1)
+                dep_source.append(place)
             for value in op.inputs:
                 source = where[value]
                 if type(source) is not int or source < 0:
