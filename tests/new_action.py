@@ -70,8 +70,10 @@ from distsim.cost import CostModel  # noqa: E402
 from distsim.errors import PlanError, ScheduleError  # noqa: E402
 from distsim.executor import SequentialExecutor  # noqa: E402
 from distsim.hardware import load_cluster  # noqa: E402
-from distsim.ir import Topology  # noqa: E402
+from distsim.ir import Function, Link, Topology  # noqa: E402
 from distsim.plan import Plan  # noqa: E402
+from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem  # noqa: E402
+from distsim.plan_search.run import FixedModel  # noqa: E402
 from distsim.report import describe_schedule  # noqa: E402
 from distsim.report.schedule_picture import schedule_figure  # noqa: E402
 from distsim.schedule import (  # noqa: E402
@@ -85,10 +87,12 @@ from distsim.schedule import (  # noqa: E402
     write_csv,
 )
 from distsim.simulation import Simulator  # noqa: E402
-from distsim.simulation.action_times import ActionTimes  # noqa: E402
+from distsim.simulation.action_times import ActionTimes, timed_program  # noqa: E402
 from distsim.simulation.memory.program_memory import program_memory  # noqa: E402
+from distsim.simulation.memory.timeline import memory_timeline  # noqa: E402
 from distsim.simulation.schedule_times import time_schedule  # noqa: E402
 from distsim.transforms import SGD, differentiate  # noqa: E402
+from distsim.transforms.kernels.policies import KERNELS  # noqa: E402
 
 
 def offloaded(order: Schedule, every: int) -> Schedule:
@@ -138,6 +142,29 @@ def times() -> None:
     assert len(schedule_figure(found).axes[0].collections) == 3
 
 
+def memory() -> None:
+    """Over time, where that is more: what is copied is there until it is, however early that was issued.
+
+    GPipe on one rank, F takes 1, O takes t: when F has ended m times the first copy back takes memory, and
+    of those to the host floor((m - 1) / t) have ended, or when the first has.
+    """
+    for m, seconds, held in ((4, 0.5, 2), (4, 3.0, 4), (6, 2.0, 5), (8, 1.0, 2), (5, 9.0, 5)):
+        assert seconds < 1 or held == m - max((m - 1) // seconds, 1) + 1
+        order = offloaded(schedule("gpipe", 1, m), 1)
+        program, costs = timed_program(order, ActionTimes({"O": seconds, "R": 0.5}))
+        assert program_memory(program).peaks == (1,) == (order.in_flight(0),)
+        for engine in ("maxplus", "events"):
+            found = Simulator(costs, engine=engine).simulate(program)
+            uses = [*found.memory.values()]
+            assert {use.peak for use in uses} == {line.peak for line in memory_timeline(found)} == {held}
+            assert {sum(use.by_kind.values()) for use in uses} == {held}
+            assert found.rank_memory.peaks == (held,)
+            assert {use.at[-1].op_type for use in uses} <= {"Fetch", "Delay"}
+        text = describe_schedule(time_schedule(order, ActionTimes({"O": seconds, "R": 0.5})))
+        busy = f"{3 * m / found.step_time:.1%}"
+        assert f"in flight  in memory\n0          0  {busy}          1          {held}\n" in text
+
+
 def steps() -> None:
     """Every reader has it: computed over all ranks, both engines and the step written out, and memory."""
     joint, topology = differentiate(small_mlp(layers=8), SGD()), load_cluster("dgx-a100")
@@ -161,7 +188,12 @@ def steps() -> None:
             first, before = program_memory(program).peaks[0], program_memory(plain).peaks[0]
             assert first < before if every == 1 else first <= before
             assert "what O (offload) and R (reload) copy" in program.notes[-1]
-    simulated = Simulator(costs).simulate(program)
+        simulated = Simulator(costs).simulate(program)
+        lines = {device: line.peak for line in memory_timeline(simulated) for device in line.devices}
+        for device, use in simulated.memory.items():
+            assert use.peak == max(lines[device], program_memory(program).devices[device].peak)
+            assert sum(simulated.saved_by_module(device).values()) == use.by_kind["activations"]
+            assert sum(use.by_kind.values()) == use.peak and simulated.peak_memory[device] == use.peak
     assert simulated.step_time > Simulator(costs).simulate(plain).step_time
     assert simulated.breakdown("phase").keys() & {"offload", "reload"}
 
@@ -192,7 +224,31 @@ def refusals() -> None:
         parallelize(joint, plan, bare, CostModel(bare))
 
 
+def searches() -> None:
+    """Plans are ranked, and fit, by the memory over time: here that of copies that are slow."""
+    joint, known, plan = *slow_step(1e30), Plan.parse("pp=2,microbatches=4,schedule=own")
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(joint), known, KERNELS["ops"]))
+    trial, step = evaluator.trial(plan), evaluator.simulate(plan)
+    peaks = program_memory(step.simulated).peaks
+    assert trial.fits and step.fits
+    assert trial.peak == max(line.peak for line in memory_timeline(step)) > max(peaks)
+    joint, known = slow_step((trial.peak + max(peaks)) / 2)
+    evaluator = PlanEvaluator(SearchProblem(FixedModel(joint), known, KERNELS["ops"]))
+    assert not evaluator.trial(plan).fits and not evaluator.simulate(plan).fits
+    assert evaluator.trial(plan).missing == trial.peak - known.devices[0].usable
+
+
+def slow_step(memory: float) -> tuple[Function, Topology]:
+    """A step, and devices with so many bytes and a slow link to the host."""
+    topology = load_cluster("dgx-a100")
+    own = {"host_link": Link(1e7), "memory": memory, "context": 0.0, "fragmentation": 0.0, "segment": 1}
+    devices = [replace(device, **own) for device in topology.devices]
+    return differentiate(small_mlp(layers=8), SGD()), Topology.of_devices(devices, topology.levels)
+
+
 if __name__ == "__main__":
     times()
+    memory()
     steps()
     refusals()
+    searches()

@@ -62,7 +62,6 @@ CIRCLES = {  # (module, what it imports) in a circle of modules
 }
 LAYERS = {  # (module, what it imports) against the order of the folders of their package
     *CIRCLES,
-    ("distsim.simulation.memory.timeline", "distsim.simulation.simulation"),
     ("distsim.simulation.tasks.block_matrix", "distsim.simulation.maxplus.kernels"),
     ("distsim.simulation.tasks.recurrence", "distsim.simulation.maxplus.kernels"),
 }

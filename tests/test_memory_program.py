@@ -16,7 +16,7 @@ from distsim.program.program import Program
 from distsim.schedule import Action, Kind, Schedule, schedule
 from distsim.simulation.memory import table_changes
 from distsim.simulation.memory.peak import KINDS, peak_memory
-from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
+from distsim.simulation.memory.program_memory import program_memory
 from distsim.simulation.memory.rank_calls import Irregular
 from distsim.simulation.memory.row_changes import RankUse
 from distsim.simulation.memory.table_changes import changes_of
@@ -47,7 +47,7 @@ def assert_same_memory(program: Program) -> None:
     for use, mesh in zip(found.ranks, program.mesh.slices("pp"), strict=True):
         assert sum(use.by_kind.values()) == use.peak
         assert min(use.by_kind.values()) >= 0
-        modules = program_saved_by_module(program, mesh.devices[0])
+        modules = program_memory(program).saved_by_module(mesh.devices[0])
         assert sum(modules.values()) == use.by_kind["activations"]
 
 

@@ -175,6 +175,26 @@ def test_over_time_no_more_is_in_use_than_in_the_order_of_calls() -> None:
     assert line.peak <= program_memory(program).peaks[0]
 
 
+@pytest.mark.parametrize("copy", [1e5, 1e8])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "microbatches=4,schedule=gpipe,stages=layers,offload=3,remat=block:2",
+        "microbatches=4,schedule=zb_h1,stages=layers,offload=4",
+        "microbatches=4,schedule=interleaved,chunks=2,stages=layers,offload=2",
+    ],
+)
+def test_however_slow_copies_are_no_more_is_in_use_over_time_but_a_message(text: str, copy: float) -> None:
+    """Computation waits for what is copied, and copies back for computation: only messages run ahead."""
+    devices = [replace(each, host_link=Link(copy)) for each in CLUSTER.devices]
+    topology = Topology.of_devices(devices, CLUSTER.levels)
+    program = parallelize(case("llama")[0], Plan.parse(f"pp=2,{text}"), topology)
+    sent = [key.value.type.allocated for b in program.table().blocks if b.target >= 0 for key in b.reads]
+    simulation = Simulator(CostModel(topology)).simulate(program)
+    for line in memory_timeline(simulation):
+        assert line.peak <= simulation.memory[line.devices[0]].peak + max(sent)
+
+
 # --- it computes the same, and every engine sees the same -------------------------------------------------
 
 PLANS = [

@@ -129,8 +129,8 @@ def _notes_of_copies(schedule: Schedule, mesh: Mesh) -> tuple[str, ...]:
         return ()
     _check_host_links(mesh, f"schedule={schedule.name}", "choose another schedule")
     kinds = " and ".join([f"{kind.value} ({kind.phase})" for kind in copying])
-    order = "memory is counted in the order of calls"
-    return (f"{order}: what {kinds} copy beside computation may be there longer",)
+    until = "is on the device until it is copied: memory is that over time where it is more"
+    return (f"what {kinds} copy beside computation {until}",)
 
 
 def _check_host_links(mesh: Mesh, what: str, way_out: str) -> None:

@@ -31,8 +31,8 @@ from distsim.plan_search.trial import LATER, SLOWER, TOO_LARGE, PlanTrial
 from distsim.program.program import Program
 from distsim.simulation import Simulation, Simulator
 from distsim.simulation.memory.peak import fullest_device
-from distsim.simulation.memory.program_memory import program_memory
-from distsim.simulation.steady_state import full_program
+from distsim.simulation.memory.program_memory import ProgramMemory, program_memory
+from distsim.simulation.steady_state import full_program, step_memory
 from distsim.transforms.kernels.policies import Kernels
 
 NEARLY = 0.1
@@ -362,22 +362,26 @@ class PlanEvaluator:
     def _trial(self, plan: Plan, limit: float) -> PlanTrial:
         program = self.program(plan)
         memory = program_memory(full_program(program))
-        peaks = memory.peak_of_devices() if len(self._kinds) > 1 else {}
-        fullest = fullest_device(peaks)
-        usable = program.mesh.devices[0].usable if fullest is None else fullest.usable
-        peak = max(memory.peaks) if fullest is None else peaks[fullest]
         # On devices of several kinds others may have faster ones.
         layers = layer_work(program, self.costs) if len(self._kinds) == 1 else None
-        found = PlanTrial(str(plan), peak=peak, usable=usable, missing=float(memory.missing), layers=layers)
-        if memory.missing > NEARLY * usable:
+        found = self._sized(PlanTrial(str(plan), layers=layers), memory)
+        if found.missing > NEARLY * found.usable:
             return found
         simulation = self.simulator.simulate(program)
+        found = self._sized(found, step_memory(memory, simulation))
         found = replace(found, seconds=simulation.step_period, work=self._work(plan, simulation))
         if not found.fits or self.objective(found) > limit:
             return found
         interval = simulation.interval()
         low, high = (interval.low, interval.high) if interval else (0.0, 0.0)
         return replace(found, low=low, high=high, parts=dict(simulation.breakdown("kind")))
+
+    def _sized(self, trial: PlanTrial, memory: ProgramMemory) -> PlanTrial:
+        """Return a trial with what its plan needs of memory."""
+        peaks = memory.peak_of_devices() if len(self._kinds) > 1 else {}
+        fullest = fullest_device(peaks) or memory.program.mesh.devices[0]
+        peak = peaks.get(fullest, max(memory.peaks))
+        return replace(trial, peak=peak, usable=fullest.usable, missing=float(memory.missing))
 
     def _work(self, plan: Plan, simulation: Simulation) -> float:
         """Return the seconds of the products of a microbatch, summed over the stages.

@@ -17,7 +17,7 @@ from distsim.program.program import Program
 from distsim.simulation import Simulation
 from distsim.simulation.memory.peak import fullest_device
 from distsim.simulation.memory.program_memory import program_memory
-from distsim.simulation.steady_state import full_program
+from distsim.simulation.steady_state import full_program, step_memory
 
 Change = dict[str, str | int]
 """Fields of a plan, and what they become."""
@@ -202,9 +202,13 @@ class _RemedySearch:
             memory = program_memory(full_program(program))
             if memory.missing:
                 return None
+            simulation = self.trials.simulate(program)
+            memory = step_memory(memory, simulation)
+            if memory.missing:
+                return None
             peaks = memory.peak_of_devices()
             fullest = fullest_device(peaks)
             peak = 0 if fullest is None else peaks[fullest]
-            return Remedy(change, plan, self.trials.simulate(program).step_period, peak)
+            return Remedy(change, plan, simulation.step_period, peak)
         except DistsimError:  # this plan does not suit the function, the batch or the schedule
             return None

@@ -71,6 +71,7 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
     header += ["until I", "pending W"] if halved else []
     versions = schedule.weights != FLUSH
     header += ["versions"] if versions else []
+    header += ["in memory"] if found.held else []
     rows: list[list[str]] = []
     for rank, busy in enumerate(found.busy):
         stages = [str(stage) for stage, own in enumerate(schedule.rank_of) if own == rank]
@@ -79,6 +80,7 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
             row += [str(schedule.until_i(rank)), str(schedule.pending_w(rank))]
         if versions:
             row.append(str(max(schedule.versions_of(int(stage)) for stage in stages)))
+        row += [str(number) for number in found.held[rank : rank + 1]]
         rows.append(row)
     notes = [
         "busy: of the makespan, while the bubble is of the rank span",
@@ -88,6 +90,7 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
     if versions:
         every = schedule.weights.update_every
         notes.append(f"versions: of the weights, the most; microbatches an update: {every}, in no time here")
+    notes += ["in memory: the most at a time, with those that are being copied"] if found.held else []
     return [*table(header, rows), *notes]
 
 

@@ -26,13 +26,16 @@ class CellTime:
 class ScheduleTimes:
     """A schedule, the times of its actions, and per rank what it does when, in its order. Seconds.
 
-    ``beside`` is what each rank does meanwhile on other streams than that of computation, by their names.
+    ``beside`` is what each rank does meanwhile on other streams than that of computation, by their names;
+    ``held``, of a schedule with such, the most pairs of a stage and a microbatch in the memory of each rank
+    at a time, with those that are being copied.
     """
 
     schedule: Schedule
     times: ActionTimes
     ranks: tuple[tuple[CellTime, ...], ...]
     beside: tuple[Mapping[str, tuple[CellTime, ...]], ...]
+    held: tuple[int, ...] = ()
 
     @cached_property
     def makespan(self) -> float:
@@ -106,7 +109,9 @@ def time_schedule(
             boxes[rank_of[span.stream.rank_class]].setdefault(stream, []).append((span.start, span.end))
     cells = schedule.ranks if together else [[(action,) for action in row] for row in schedule.actions]
     found = [_by_stream(row, own) for row, own in zip(cells, boxes, strict=True)]
-    return ScheduleTimes(schedule, times, tuple([own.pop("") for own in found]), tuple(found))
+    memory = simulation.rank_memory if any(kind.runs.stream for kind in schedule.kinds) else None
+    held = () if memory is None else memory.peaks  # a byte each: see timed_program
+    return ScheduleTimes(schedule, times, tuple([own.pop("") for own in found]), tuple(found), held)
 
 
 def _by_stream(

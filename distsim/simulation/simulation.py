@@ -24,12 +24,12 @@ from distsim.simulation.explain.interval import Interval, correction, interval_o
 from distsim.simulation.explain.text import html_table, rate_text, seconds_text
 from distsim.simulation.explain.walk import critical_path
 from distsim.simulation.memory.host import host_memory, program_host_memory
-from distsim.simulation.memory.peak import MemoryUse, fullest_device, peak_memory, saved_by_module
-from distsim.simulation.memory.program_memory import program_memory, program_saved_by_module
+from distsim.simulation.memory.peak import MemoryUse, fullest_device, peak_memory, saved_on
+from distsim.simulation.memory.program_memory import ProgramMemory
 from distsim.simulation.quantities import bytes_label
-from distsim.simulation.steady_state import full_program, microbatch_time, program_notes, step_period
+from distsim.simulation.steady_state import memory_of_ranks, microbatch_time, program_notes, step_period
 from distsim.simulation.tasks.by_device import ByDevice, device_named
-from distsim.simulation.tasks.rank_classes import RankClasses, placement_classes
+from distsim.simulation.tasks.rank_classes import RankClasses
 from distsim.simulation.tasks.spans import Shares, Span, shares_of, spans_of
 from distsim.simulation.tasks.timeline import FlatTimeline, Timeline
 from distsim.simulation.trained_step import PeakRate, PlannedStep, op_flops
@@ -207,12 +207,17 @@ class Simulation:
         """The peak of the memory in use on each device, or by its name, and what it consists of.
 
         Without a flush it is that of the steady state, as the throughput is: a step that is too short to fill
-        the pipeline is looked at with more microbatches, their data included. Raises :class:`ScheduleError`
-        for such a step of a table that is not of the catalogue.
+        the pipeline is looked at with more microbatches, their data included. Counted in the order of calls;
+        where a schedule copies to the host beside computation, over time, if that is more. Raises
+        :class:`ScheduleError` for a step too short of a table that is not of the catalogue.
         """
-        if isinstance(self.simulated, Program):
-            return ByDevice(program_memory(full_program(self.simulated)).devices)
-        return ByDevice(peak_memory(self.simulated))
+        ranks = self.rank_memory
+        return ByDevice(peak_memory(self.function) if ranks is None else ranks.devices)
+
+    @cached_property
+    def rank_memory(self) -> ProgramMemory | None:
+        """:attr:`memory` by pipeline rank; None for a function."""
+        return memory_of_ranks(self)
 
     def saved_by_module(self, device: Device | str) -> Mapping[str, int]:
         """Return what the activations of :attr:`memory` on a device, or by its name, are: bytes by module.
@@ -221,18 +226,14 @@ class Simulation:
         without such a name compute, gradients on their way among it.
         """
         device = device_named(device, self.timestamps)
-        if isinstance(self.simulated, Program):
-            return program_saved_by_module(full_program(self.simulated), device)
-        classes = placement_classes(self.simulated)
-        found = saved_by_module(self.simulated, classes)
-        return next(own for own, members in zip(found, classes.members, strict=True) if device in members)
+        ranks = self.rank_memory
+        return saved_on(self.function, device) if ranks is None else ranks.saved_by_module(device)
 
     @property
     def peak_memory(self) -> dict[Device, int]:
         """Bytes in use on each device at its peak: see :attr:`memory`."""
-        if isinstance(self.simulated, Program):
-            return ByDevice(program_memory(full_program(self.simulated)).peak_of_devices())
-        return ByDevice({device: use.peak for device, use in self.memory.items()})
+        ranks = self.rank_memory
+        return ByDevice(ranks.peak_of_devices() if ranks else {d: use.peak for d, use in self.memory.items()})
 
     @cached_property
     def host_memory(self) -> Mapping[Device, int]:
@@ -240,9 +241,8 @@ class Simulation:
 
         Of the same step as :attr:`memory`. What a host has is not known here: ``fits`` is of devices.
         """
-        if isinstance(self.simulated, Program):
-            return ByDevice(program_host_memory(full_program(self.simulated)))
-        return ByDevice(host_memory(self.simulated))
+        ranks = self.rank_memory
+        return ByDevice(host_memory(self.function) if ranks is None else program_host_memory(ranks.program))
 
     @property
     def fits(self) -> bool:

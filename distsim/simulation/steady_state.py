@@ -13,13 +13,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Protocol
 
 import numpy as np
 
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, Schedule, longer
 from distsim.schedule.refusals import count
-from distsim.simulation.memory.program_memory import dearer_note
+from distsim.simulation.memory.program_memory import ProgramMemory, dearer_note, program_memory
+from distsim.simulation.memory.timeline import TimedStep, larger_over_time
 from distsim.simulation.tasks.templates import Floats
 from distsim.simulation.tasks.timeline import Timeline
 
@@ -109,6 +111,35 @@ def full_program(program: Program) -> Program:
     """
     full = full_schedule(program.schedule)
     return program if full is program.schedule else replace(program, schedule=full)
+
+
+class ProgramStep(TimedStep, Protocol):
+    """What is asked of the simulation of a program (:class:`distsim.simulation.Simulation`)."""
+
+    @property
+    def longer(self) -> Callable[[int], TimedStep] | None:
+        """Simulates the program over another number of microbatches."""
+        ...
+
+
+def memory_of_ranks(step: ProgramStep) -> ProgramMemory | None:
+    """Return the memory in use on each pipeline rank in the steady state; None for a function."""
+    program = step.simulated
+    return step_memory(program_memory(full_program(program)), step) if isinstance(program, Program) else None
+
+
+def step_memory(memory: ProgramMemory, step: ProgramStep) -> ProgramMemory:
+    """Return the memory of the program of a step, given in the order of its calls (of :func:`full_program`).
+
+    On ranks of a schedule with kinds that copy to or from the host beside computation it is that over
+    simulated time, where that is more (:func:`larger_over_time`); the step is written out for it.
+    """
+    order = memory.program.schedule
+    if not any(kind.runs.stream for kind in order.kinds):
+        return memory
+    known = isinstance(step.simulated, Program) and step.simulated.schedule is order
+    run = None if known else step.longer
+    return larger_over_time(memory, step if run is None else run(order.num_microbatches))
 
 
 def program_notes(program: Program) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from distsim.program.program import Program
 from distsim.simulation import Simulator
 from distsim.simulation.explain.interval import Interval
 from distsim.simulation.memory.program_memory import program_memory
-from distsim.simulation.steady_state import full_program
+from distsim.simulation.steady_state import full_program, step_memory
 from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth.case import Case
 from distsim.truth.row import MissingFeatureError, Row, cell, plain
@@ -63,7 +63,7 @@ def predict(case: Case) -> PredictedStep:
         program = program_of(case, costs)
         simulation = Simulator(costs).simulate(program)
         bare = Simulator(CostModel(topology, rules=BEST_SHAPE)).simulate(program)
-    memory = program_memory(full_program(program))
+    memory = step_memory(program_memory(full_program(program)), simulation)
     return PredictedStep(
         *(simulation.step_period, bare.step_period, simulation.interval()),
         *(memory.peaks[measured_rank(case, memory.peaks)], topology.devices[0], not memory.missing),

@@ -114,6 +114,13 @@ def saved_by_module(
     return tuple([{module: nbytes for module, nbytes in row if nbytes} for row in each])
 
 
+def saved_on(function: Function, device: Device) -> dict[str, int]:
+    """Return the same of one device."""
+    classes = placement_classes(function)
+    found = saved_by_module(function, classes)
+    return next(own for own, members in zip(found, classes.members, strict=True) if device in members)
+
+
 def _from_start(
     function: Function, frame: Frame, classes: MemoryRanks, kinds: int = len(KINDS), held: float = 0.0
 ) -> Use:

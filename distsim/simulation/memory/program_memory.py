@@ -11,7 +11,7 @@ What one pipeline rank does in a step, as a function of its own: its rows of the
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 from distsim.errors import PartitionError
@@ -43,16 +43,6 @@ def program_memory(program: Program) -> ProgramMemory:
     return ProgramMemory(program, tuple(peaks[:, 0].tolist()), lambda: _in_use(table, changes))
 
 
-def program_saved_by_module(program: Program, device: Device) -> dict[str, int]:
-    """Return what the activations at the peak of a device consist of, by the module they come from.
-
-    They sum to the kind ``activations``; see :func:`saved_by_module`. The rows of the device's pipeline rank
-    are written out for it.
-    """
-    rank = next(n for n, mesh in enumerate(program.mesh.slices("pp")) if device in mesh.devices)
-    return saved_by_module(_RankWriter(program, rank).written(), OneRank(), program.parts.held)[0]
-
-
 def dearer_note(program: Program, full: Callable[[Program], Program]) -> list[str]:
     """Say so if the fullest device has more in use than if nothing were recomputed.
 
@@ -80,6 +70,8 @@ class ProgramMemory:
     program: Program
     peaks: tuple[int, ...]
     uses: Callable[[], tuple[MemoryUse, ...]]
+    modules: Mapping[int, Mapping[str, int]] = field(default_factory=dict[int, Mapping[str, int]])
+    """Of ranks whose peak is one over time, what its activations consist of: bytes by module."""
 
     @cached_property
     def ranks(self) -> tuple[MemoryUse, ...]:
@@ -95,6 +87,20 @@ class ProgramMemory:
         pairs = zip(self.program.mesh.slices("pp"), self.ranks, strict=True)
         found = {device: use for mesh, use in pairs for device in mesh.devices}
         return dict(sorted(found.items(), key=lambda item: item[0].id))
+
+    def saved_by_module(self, device: Device) -> dict[str, int]:
+        """Return what the activations at the peak of a device consist of, by the module they come from.
+
+        They sum to the kind ``activations``; see :func:`saved_by_module`. The rows of the device's pipeline
+        rank are written out for it.
+        """
+        slices = self.program.mesh.slices("pp")
+        rank = next(number for number, mesh in enumerate(slices) if device in mesh.devices)
+        if rank in self.modules:
+            return dict(self.modules[rank])
+        return saved_by_module(_RankWriter(self.program, rank).written(), OneRank(), self.program.parts.held)[
+            0
+        ]
 
     def peak_of_devices(self) -> dict[Device, int]:
         """Return the bytes in use on each device at its peak."""

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from distsim.cost.demand import takes_turn
 from distsim.ir import Device, Function, Op, Role, Value
 from distsim.ops.marks import LAUNCH, SLOWDOWN
 from distsim.program.program import Program
-from distsim.simulation.memory.peak import whole
+from distsim.simulation.memory.origins import OTHER, origins
+from distsim.simulation.memory.peak import MemoryUse, whole
 from distsim.simulation.memory.plan import first_places
+from distsim.simulation.memory.program_memory import ProgramMemory
 from distsim.simulation.memory.walk import (
+    ACTIVATIONS,
     GRADIENTS,
     KIND_OF_ROLE,
     KINDS,
@@ -24,12 +27,31 @@ from distsim.simulation.memory.walk import (
     Frame,
     plan_for,
 )
-from distsim.simulation.simulation import Simulation
 from distsim.simulation.tasks.rank_classes import place_of
 from distsim.simulation.tasks.templates import Floats, Ints
+from distsim.simulation.tasks.timeline import FlatTimeline, Timeline
 
 BUFFERS = "gradient buffers"
 """What the memory is called that holds gradients all step."""
+
+
+class TimedStep(Protocol):
+    """What is asked of a simulation (:class:`distsim.simulation.Simulation`)."""
+
+    @property
+    def simulated(self) -> Function | Program:
+        """What was simulated."""
+        ...
+
+    @property
+    def timeline(self) -> Timeline:
+        """When its tasks start and end, on which rank classes."""
+        ...
+
+    @property
+    def flat(self) -> Callable[[], FlatTimeline]:
+        """Returns the timeline of its tasks one by one."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,13 +89,13 @@ class Allocation(NamedTuple):
     until: float
 
 
-def allocations(simulation: Simulation) -> tuple[list[Allocation], ...]:
+def allocations(simulation: TimedStep) -> tuple[list[Allocation], ...]:
     """Return what :func:`memory_timeline` adds up, piece by piece, for each rank class."""
     teller = _Teller(simulation)
-    return tuple(map(teller.allocations, simulation.classes.members))
+    return tuple(map(teller.allocations, simulation.timeline.classes.members))
 
 
-def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
+def memory_timeline(simulation: TimedStep) -> tuple[MemoryTimeline, ...]:
     """Return the memory in use over time of each rank class of a simulation.
 
     Memory is taken when the op that needs it starts and is free when the last op that reads it ends;
@@ -83,13 +105,55 @@ def memory_timeline(simulation: Simulation) -> tuple[MemoryTimeline, ...]:
     what is in use at one time may be more than that, and where ranks wait it may be less.
     """
     teller = _Teller(simulation)
-    return tuple(map(teller.timeline, simulation.classes.members))
+    return tuple(map(teller.timeline, simulation.timeline.classes.members))
+
+
+def larger_over_time(memory: ProgramMemory, simulation: TimedStep) -> ProgramMemory:
+    """Return the memory of a program that was simulated, over time where that is more than in its order.
+
+    For programs that copy beside computation: what an ``Offload`` reads is there until it has ended, however
+    much is issued meanwhile (torch's ``record_stream``: an allocator gives no memory away that a stream was
+    said to use before that has come so far). Of the devices of a pipeline rank it is that with the most.
+    """
+    teller = _Teller(simulation)
+    peaks, modules = list(memory.peaks), dict(memory.modules)
+    moments: dict[int, _Moment] = {}
+    for rank, mesh in enumerate(memory.program.mesh.slices("pp")):
+        for rank_class in dict.fromkeys([teller.classes.of[device] for device in mesh.devices]):
+            moment = teller.fullest(rank_class)
+            if moment.peak > peaks[rank]:
+                peaks[rank], moments[rank] = moment.peak, moment
+                modules[rank] = teller.modules(rank_class, moment.time)
+
+    def uses() -> tuple[MemoryUse, ...]:
+        return tuple(
+            [
+                MemoryUse(moments[rank].peak, moments[rank].by_kind, moments[rank].at, use.end)
+                if rank in moments
+                else use
+                for rank, use in enumerate(memory.ranks)
+            ]
+        )
+
+    return replace(memory, peaks=tuple(peaks), uses=uses, modules=modules) if moments else memory
+
+
+class _Moment(NamedTuple):
+    """When the most is in use on a rank class, how much, of what kinds, and by which op, after its calls."""
+
+    time: float
+    peak: int
+    by_kind: dict[str, int]
+    at: tuple[Op, ...]
 
 
 class _Held:
-    """One piece of memory: since when and until when it is in use on each rank class, by what name."""
+    """One piece of memory: since when and until when it is in use on each rank class, by what name.
 
-    __slots__ = ("kind", "name", "nbytes", "since", "until", "where")
+    ``at``: the op that makes it, after the calls that lead to it.
+    """
+
+    __slots__ = ("at", "kind", "name", "nbytes", "since", "until", "where")
 
     def __init__(
         self, name: str, where: str, kind: int, nbytes: int, since: dict[int, float | None], until: float
@@ -99,6 +163,7 @@ class _Held:
         self.nbytes = nbytes
         self.since = since
         self.until = dict.fromkeys(since, until)
+        self.at: tuple[Op, ...] = ()
 
 
 Times = dict[int, tuple[float, float]]
@@ -108,11 +173,11 @@ Times = dict[int, tuple[float, float]]
 class _Teller:
     """Goes through a function in its order, and through the tasks of the simulation at the same pace.
 
-    ``pieces`` is what was held when; ``held`` the bytes of buffers that hold gradients all step, by byte of
-    parameters (``Parts.held``).
+    ``pieces`` is what was held when, ``results`` those that ops of the function itself make, by value;
+    ``held`` the bytes of buffers that hold gradients all step, by byte of parameters (``Parts.held``).
     """
 
-    def __init__(self, simulation: Simulation) -> None:
+    def __init__(self, simulation: TimedStep) -> None:
         flat = simulation.flat()
         tasks = flat.tasks
         self.held = simulation.simulated.parts.held if isinstance(simulation.simulated, Program) else 0.0
@@ -129,11 +194,13 @@ class _Teller:
         self.on: list[list[int]] = [on[slots[task] : slots[task + 1]] for task in own.tolist()]
         self.task = 0
         self.where = ""
+        self.path: tuple[Op, ...] = ()
         self.pieces: list[_Held] = []
-        self._tell(tasks.function)
+        self.function: Function = tasks.function
+        self.results = self._tell(tasks.function)
 
-    def _tell(self, function: Function) -> None:
-        """Note what is held when, from the first op to the last."""
+    def _tell(self, function: Function) -> dict[Value, _Held]:
+        """Note what is held when, from the first op to the last; return it by value."""
         held: dict[Value, _Held] = {}
         frame = whole(function)
         for value in function.inputs:
@@ -145,6 +212,28 @@ class _Teller:
         for value in function.outputs:
             piece = held[frame.plan.home[value]]
             piece.until = dict.fromkeys(piece.since, np.inf)
+        return held
+
+    def fullest(self, rank_class: int) -> _Moment:
+        """Return the first moment at which the most is in use on a rank class."""
+        line = self.timeline(self.classes.members[rank_class])
+        place = int(line.in_use.argmax())
+        time, amounts = float(line.times[place]), line.by_kind[place]
+        by_kind = {kind: int(nbytes) for kind, nbytes in zip(KINDS, amounts, strict=True)}
+        made = [piece.at for piece in self.pieces if time > 0 and piece.since.get(rank_class) == time]
+        return _Moment(time, line.peak, by_kind, made[-1] if made else ())
+
+    def modules(self, rank_class: int, time: float) -> dict[str, int]:
+        """Return what the activations in use on a rank class at a time are: bytes by module."""
+        found: dict[str, int] = {}
+        named = {piece: value for value, piece in self.results.items()}
+        made = origins(self.function)
+        for piece in self.pieces:
+            since = piece.since.get(rank_class)
+            if piece.kind == ACTIVATIONS and since is not None and since <= time < piece.until[rank_class]:
+                module = made.get(named[piece], OTHER) if piece in named else OTHER
+                found[module] = found.get(module, 0) + piece.nbytes
+        return found
 
     def allocations(self, devices: Sequence[Device]) -> list[Allocation]:
         """Return the pieces of memory that are in use on devices of one rank class for some time."""
@@ -181,6 +270,7 @@ class _Teller:
         buffered = self.held > 0 and kind == GRADIENTS
         nbytes = 0 if place is None or buffered else value.type.allocated
         piece = _Held(value.name, self.where, kind, nbytes, dict.fromkeys(classes, since), until)
+        piece.at = self.path
         if piece.nbytes:
             self.pieces.append(piece)
         return piece
@@ -202,13 +292,15 @@ class _Teller:
             if op.is_call:
                 self._call(op, frame, held)
                 continue
-            times = self._next(op)
+            times, outside = self._next(op), self.path
+            self.path = (*outside, op)
             for value in op.inputs:
                 _read(held[home[value]], times)
             for value in op.outputs:
                 if home[value] is value:
                     held[value] = self._hold(value, frame.made(op, value), None)
                 _read(held[home[value]], times)
+            self.path = outside
 
     def _next(self, op: Op) -> Times:
         """Return when the op that comes next runs on each rank class; nothing for what takes no turn."""
@@ -239,9 +331,11 @@ class _Teller:
         made = [frame.made(op, value) if home[value] is value else -1 for value in op.outputs]
         known = dict(reversed(list(zip(inner_homes, made, strict=True))))
         inner = {v: held[h] for v, h in zip(op.callee.inputs, homes, strict=True)}
-        outside, self.where = self.where, f"{self.where}/{op.name or op.callee.name}".lstrip("/")
+        outside = self.where, self.path
+        self.where = f"{self.where}/{op.name or op.callee.name}".lstrip("/")
+        self.path = (*self.path, op)
         self._visit(op.callee, Frame(op.callee, arguments, known, WORKSPACE, self.held > 0), inner)
-        self.where = outside
+        self.where, self.path = outside
         for value, inside in zip(op.outputs, inner_homes, strict=True):
             if home[value] is value:
                 held[value] = inner[inside]
