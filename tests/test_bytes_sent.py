@@ -5,7 +5,7 @@ from collections import Counter
 import pytest
 
 import distsim
-from distsim.cost.demand import collective_of
+from distsim.cost.demand import collective_of, copied_bytes
 from distsim.errors import SimulationError
 from distsim.hardware import collective_transfer, load_cluster
 from distsim.ir import all_ops
@@ -67,6 +67,25 @@ def test_divided_state_is_scattered_once_and_gathered_once():
     for each in sent("dp=8,zero=1"):
         assert each["reduce_scatter over dp, backward"] == pytest.approx(7 / 8 * PARAMETERS)
         assert each["all_gather over dp, update"] == pytest.approx(7 / 8 * PARAMETERS)
+
+
+@pytest.mark.parametrize(
+    "plan", ["offload=4", "dp=2,offload=3", "tp=2,pp=2,microbatches=4,schedule=gpipe,stages=layers,offload=2"]
+)
+def test_copies_to_the_host_are_what_it_holds_and_come_back(plan):
+    """Of steps in which all is there before any comes back; the copies of an op are what its link moves."""
+    step = simulated(plan, GPT)
+    found = bytes_sent(step.simulated, step.cost_model.topology)
+    assert {device: own["offload"] for device, own in found.items()} == dict(step.host_memory)
+    assert all(own["offload"] == own["fetch"] > 0 for own in found.values())
+    device = next(iter(found))
+    link = device.host_link
+    for op in all_ops(step.simulated.to_function()):
+        nbytes = copied_bytes(signature_of(op))
+        assert (nbytes > 0) == (op.op_type in ("Offload", "Fetch"))
+        if nbytes:
+            seconds = step.cost_model.seconds(signature_of(op), (device,))
+            assert seconds == pytest.approx(link.latency + nbytes / link.achieved)
 
 
 @pytest.mark.parametrize("precision", ["fp32", "amp"])

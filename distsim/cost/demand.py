@@ -10,7 +10,6 @@ from distsim.ir import Device, Topology
 from distsim.ops import Signature, operator
 from distsim.ops.cross_entropy import LOSS_STEPS
 from distsim.ops.kernel import KERNEL, MULTI_TENSOR
-from distsim.ops.operator import bytes_of
 from distsim.ops.optimizers import OPTIMIZER_OPS, launches_of
 
 Group = tuple[Device, ...]
@@ -21,7 +20,8 @@ def collective_of(signature: Signature, group: Group) -> tuple[str, float]:
 
     What is summed whole for one part of it (``whole=1``) is moved as an all-reduce.
 
-    Raises :class:`CostError` for an op that is no communication.
+    Raises :class:`CostError` for an op that is no communication; of a copy to or from the host see
+    :func:`copied_bytes`.
     """
     meaning = operator(signature.op_type).communication
     if meaning is None or not operator(signature.op_type).moves:
@@ -42,6 +42,23 @@ def links_of(signature: Signature, topology: Topology) -> Topology:
     return topology.of_direct_writes() if signature.attributes.get("direct", 0) else topology
 
 
+def copied_bytes(signature: Signature) -> float:
+    """Return the bytes that an op copies to the host of a device or back, of one device; 0 for any other op.
+
+    A tensor on the host has no bytes on the device (``nbytes`` is 0), whichever end of the copy it is.
+
+    >>> from distsim.ir import Float, Tensor
+    >>> from distsim.ir.value import NO_ATTRIBUTES
+    >>> x, there = [Tensor(Float(), (1000,), Device(0, "gpu"), on_host=where) for where in (False, True)]
+    >>> for op_type, read, made in (("Offload", x, there), ("Fetch", there, x)):
+    ...     copied_bytes(Signature(op_type, NO_ATTRIBUTES, (read,), (made,)))
+    4000.0
+    4000.0
+    """
+    copies = bool(operator(signature.op_type).host_stream)
+    return float(sum(tensor.nbytes + tensor.host_nbytes for tensor in signature.inputs)) if copies else 0.0
+
+
 def host_copy(signature: Signature, device: Device) -> float:
     """Return the seconds of a copy to or from the host of a device."""
     link = device.host_link
@@ -50,7 +67,7 @@ def host_copy(signature: Signature, device: Device) -> float:
             f"{signature}: {device} has no host_link; give one, as in Device(..., host_link=Link(25e9)), or "
             "under [device.host_link] of a cluster's file"
         )
-    return link.latency + bytes_of((*signature.inputs, *signature.outputs)) / link.achieved
+    return link.latency + copied_bytes(signature) / link.achieved
 
 
 def kernels_of(signature: Signature) -> int:

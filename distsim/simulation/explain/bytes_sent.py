@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from distsim.cost.demand import Group, collective_of
+from distsim.cost.demand import Group, collective_of, copied_bytes
 from distsim.errors import SimulationError
 from distsim.hardware import collective_transfer
 from distsim.ir import Device, Function, Topology, all_ops
@@ -19,6 +19,9 @@ ACTIVATION, GRADIENT, ONCE = "activation", "gradient of activation", "once a ste
 """What a message between pipeline ranks is: made by a forward or a backward pass for a microbatch; or else
 made once a step, as the summed gradient of a parameter that two stages share, and its new value."""
 
+HOST_COPY = "copy"
+"""What there is in place of an algorithm's kind of a copy between a device and its host."""
+
 _Move = tuple[str, str, float, Group]
 
 
@@ -31,9 +34,9 @@ def bytes_sent(program: Function | Program, topology: Topology) -> Mapping[Devic
     update, and, of two copies of the model, what is sent once a step. Of a collective it is what the
     algorithm that costs take puts on the hops from a device
     (:func:`distsim.hardware.collectives.collective_transfer`): ``2 (n - 1) / n`` of the tensor for an
-    all-reduce around a ring. What a hop passes on the way (a port, a switch) is not counted again, nor are
-    copies to the host. Of the very microbatches of the program, also without a flush. ``topology`` is that
-    of the simulation: ``step.cost_model.topology``.
+    all-reduce around a ring. What a hop passes on the way (a port, a switch) is not counted again. Copies to
+    the host are ``offload``, and ``fetch`` is what a device is given back. Of the very microbatches of the
+    program, also without a flush. ``topology`` is that of the simulation: ``step.cost_model.topology``.
 
     Raises :class:`SimulationError` for a Function, of which no call says what it is for: simulate a Program.
 
@@ -48,6 +51,10 @@ def bytes_sent(program: Function | Program, topology: Topology) -> Mapping[Devic
         raise SimulationError(f"{program.name} is a Function, whose ops have no phases; simulate a Program")
     found: dict[Device, dict[str, float]] = {device: {} for device in program.mesh.devices}
     for (what, kind, size, group), times in _moves(program).items():
+        if kind == HOST_COPY:
+            for device in group:
+                found[device][what] = found[device].get(what, 0.0) + size * times
+            continue
         for (source, _), nbytes in collective_transfer(kind, size, group, topology).hops:
             found[source][what] = found[source].get(what, 0.0) + nbytes * times
     return {device: dict(sorted(own.items(), key=lambda item: -item[1])) for device, own in found.items()}
@@ -65,7 +72,10 @@ def _moves(program: Program) -> Mapping[_Move, int]:
                 moves[what, "send", size, pair] += times
         for part in block.pair or (block,):
             for op in all_ops(part.function) if part.function else ():
-                if operator(op.op_type).moves:
+                meaning, devices = operator(op.op_type), slices[block.rank].devices
+                if meaning.host_stream:
+                    moves[meaning.host_stream, HOST_COPY, copied_bytes(signature_of(op)), devices] += times
+                if meaning.moves:
                     axis = str(op.attributes["axis"])
                     for group in slices[block.rank].groups(axis):
                         kind, size = collective_of(signature_of(op), group)
