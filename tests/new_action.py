@@ -58,6 +58,7 @@ if __name__ == "__main__":
 from dataclasses import replace  # noqa: E402
 
 import pytest  # noqa: E402
+from matplotlib.colors import to_hex  # noqa: E402
 from training_models import (  # noqa: E402
     assert_all_readers_agree,
     assert_same_step,
@@ -75,7 +76,8 @@ from distsim.plan import Plan  # noqa: E402
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem  # noqa: E402
 from distsim.plan_search.run import FixedModel  # noqa: E402
 from distsim.report import describe_schedule  # noqa: E402
-from distsim.report.schedule_picture import schedule_figure  # noqa: E402
+from distsim.report.schedule_picture import COLOURS, LAUNCHES, schedule_figure  # noqa: E402
+from distsim.report.timeline import timeline_figure  # noqa: E402
 from distsim.schedule import (  # noqa: E402
     Action,
     Cell,
@@ -86,7 +88,7 @@ from distsim.schedule import (  # noqa: E402
     schedule,
     write_csv,
 )
-from distsim.simulation import Simulator  # noqa: E402
+from distsim.simulation import Simulation, Simulator  # noqa: E402
 from distsim.simulation.action_times import ActionTimes, timed_program  # noqa: E402
 from distsim.simulation.memory.program_memory import program_memory  # noqa: E402
 from distsim.simulation.memory.timeline import memory_timeline  # noqa: E402
@@ -196,6 +198,18 @@ def steps() -> None:
             assert sum(use.by_kind.values()) == use.peak and simulated.peak_memory[device] == use.peak
     assert simulated.step_time > Simulator(costs).simulate(plain).step_time
     assert simulated.breakdown("phase").keys() & {"offload", "reload"}
+    pictures(simulated)
+
+
+def pictures(simulated: Simulation) -> None:
+    """Copies are drawn in the colours of their kinds, on their own streams or below the passes of a rank."""
+    for streams in (False, True):
+        figure = timeline_figure(simulated, streams=streams)
+        bars = [strips for strips in figure.axes[0].collections if len(strips.get_paths())]
+        drawn = {to_hex(colour) for strips in bars for colour in strips.get_facecolors()}
+        labels = {text.get_text() for text in figure.legends[0].get_texts()}
+        assert labels >= {"forward", "offload", "reload", "communication"} and LAUNCHES not in labels
+        assert drawn >= {Kind("O").colour, Kind("R").colour, COLOURS["communication"]}
 
 
 def refusals() -> None:

@@ -120,8 +120,11 @@ def test_origins_of_what_ops_without_a_module_make() -> None:
     turned = maker.add_op("Transpose", inputs=[product])
     half = maker.add_op("Cast", inputs=[w], attributes={"to": 10})
     tanh = maker.add_op("Tanh", inputs=[turned])
+    there = maker.add("Offload", [half, product])
+    back = maker.add("Fetch", there)
     found = origins(maker.finalize())
     assert [found[v] for v in (product, turned, half, tanh)] == ["block.mlp", "block.mlp", "weights", "other"]
+    assert [found[v] for v in (*there, *back)] == ["weights", "block.mlp"] * 2
 
 
 @pytest.mark.parametrize(

@@ -24,9 +24,9 @@ from distsim.report.schedule_picture import (
     draw_boxes,
     legend,
 )
-from distsim.schedule import LETTERS
+from distsim.schedule import LETTERS, Kind
 from distsim.simulation import Simulation
-from distsim.simulation.calls import CallTime, call_times, communication_times
+from distsim.simulation.calls import CallTime, call_times, moving_times
 from distsim.simulation.quantities import time_scale
 from distsim.simulation.tasks.rank_classes import communicates
 
@@ -44,6 +44,9 @@ _FINEST = 1 / 4000
 _ACTION = re.compile(rf"([{LETTERS}{UPDATE}])(\d*)@(\d+)")
 """An action in the name of a call: its letter, its microbatch and its stage."""
 
+_BESIDE = {kind.value: kind.phase for kind in Kind if kind.runs.stream}
+"""The phases, by letter, of the kinds that copy to or from the host beside computation."""
+
 _CALL, _STRIP = (-0.42, 0.24), (0.27, 0.42)
 """Where in a row calls are drawn, and communication: a strip below them, as it may run beside."""
 
@@ -59,10 +62,10 @@ def plot_timeline(
     """Draw the timeline into a PNG, SVG or PDF file, as the suffix of ``path`` says.
 
     The step of a program has a row for each rank, with what its calls compute as boxes, coloured by action
-    and numbered by microbatch where there is room, and below them a strip where it communicates; with
-    ``streams``, a row for each stream. A function has its streams. Ranks in lock step share their rows. At
-    most ``rows`` rows are drawn; a note says how many are left out. Raises :class:`SimulationError` for
-    another suffix, or a path that cannot be written to.
+    and numbered by microbatch where there is room, and below them a strip where it communicates, or runs an
+    action that only copies, in the colour of that; with ``streams``, a row for each stream. A function has
+    its streams. Ranks in lock step share their rows. At most ``rows`` rows are drawn; a note says how many
+    are left out. Raises :class:`SimulationError` for another suffix, or a path that cannot be written to.
     """
     suffix = check_format(path, "a timeline")
     if rows < 1:
@@ -123,7 +126,7 @@ def _draw_program(
             boxes += _boxes(row, call, chunks, scale)
     low, high = _STRIP if by_rank else _CALL
     drawn: list[str] = []
-    for what in (COMMUNICATION, LAUNCHES):
+    for what in (COMMUNICATION, LAUNCHES, *_BESIDE.values()):
         strips = {
             row: [piece for kind, own in bars[key].items() if _shown_as(kind) == what for piece in own]
             for key, row in shown.items()
@@ -137,7 +140,14 @@ def _draw_program(
 
 def _shown_as(kind: str) -> str:
     """Return what the bars of a kind are called beside calls; "" for computation, which these are."""
-    return {"compute": "", "launch": LAUNCHES}.get(kind, COMMUNICATION)
+    known = {"compute": "", "launch": LAUNCHES, **{phase: phase for phase in _BESIDE.values()}}
+    return known.get(kind, COMMUNICATION)
+
+
+def _moved_in(name: str, other: str = COMMUNICATION) -> str:
+    """Return the phase of a call of this name if its kind copies beside computation, else ``other``."""
+    found = _ACTION.match(name)
+    return _BESIDE.get(found[1], other) if found else other
 
 
 def _boxes(row: int, call: CallTime, chunks: Sequence[int], scale: float) -> Iterator[Box]:
@@ -191,9 +201,11 @@ def _legend_of_streams(figure: Any, drawn: Collection[str]) -> None:
 
 def _bars(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
     """Return per (rank class, stream) and kind what to draw, in seconds; near neighbours are merged."""
-    finest = simulation.step_time * _FINEST
+    finest, program = simulation.step_time * _FINEST, isinstance(simulation.simulated, Program)
     bars: dict[Row, dict[str, Intervals]] = {}
     for span in simulation.spans():
+        if operator(span.op.op_type).issues and span.end == span.start:
+            continue  # it issues nothing, and only waits
         kind = "compute"
         if communicates(span.op):
             kind = "send and receive" if span.op.op_type == "Send" else "collective"
@@ -202,7 +214,7 @@ def _bars(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
         elif operator(span.op.op_type).stalls:
             kind = "collective"
         elif not operator(span.op.op_type).computes:
-            kind = "to and from the host"
+            kind = _moved_in(span.path if program else "", "to and from the host")
         pieces = bars.setdefault((span.stream.rank_class, span.stream.name), {}).setdefault(kind, [])
         if pieces and span.start - pieces[-1][1] < finest and span.end - span.start < finest:
             pieces[-1] = (pieces[-1][0], span.end)
@@ -212,10 +224,14 @@ def _bars(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
 
 
 def _bars_of_ranks(simulation: Simulation) -> dict[Row, dict[str, Intervals]]:
-    """Return per rank class when it communicates, in seconds."""
-    times = communication_times(simulation, simulation.step_time * _FINEST / 4)
-    classes = range(len(simulation.classes.members))
-    return {(number, ""): {COMMUNICATION: list(times.get(number, ()))} for number in classes}
+    """Return per rank class when it communicates, and when it does what else, in seconds."""
+    bars: dict[Row, dict[str, Intervals]] = {
+        (number, ""): {COMMUNICATION: []} for number in range(len(simulation.classes.members))
+    }
+    times = moving_times(simulation, _moved_in, simulation.step_time * _FINEST / 4)
+    for (number, what), parts in times.items():
+        bars[number, ""][what] = list(parts)
+    return bars
 
 
 def _label(simulation: Simulation, rank_class: int, stream: str) -> str:

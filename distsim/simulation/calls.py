@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import product
 
 import numpy as np
 
@@ -48,17 +49,31 @@ def communication_times(
 
     What overlaps, or begins at most ``near`` after the end of what came before, is one.
     """
-    found: dict[int, list[tuple[Floats, Floats]]] = {}
+    found = moving_times(simulation, lambda name: "", near)
+    return {rank_class: parts for (rank_class, _), parts in found.items()}
+
+
+def moving_times(
+    simulation: Simulation, label: Callable[[str], str], near: float = 0.0
+) -> dict[tuple[int, str], tuple[tuple[float, float], ...]]:
+    """Return the same of each rank class by what ``label`` says of the name of the call in which it is."""
+    found: dict[tuple[int, str], list[tuple[Floats, Floats]]] = {}
     for piece in simulation.timeline.pieces():
         tasks, rank_class = _uses(piece, communication=True)
-        for own in np.unique(rank_class).tolist():
-            chosen = tasks[rank_class == own]
-            found.setdefault(own, []).append((piece.start[chosen], piece.end[chosen]))
-    together: dict[int, tuple[tuple[float, float], ...]] = {}
-    for own, parts in found.items():
+        names, outermost = _calls_of(piece)
+        labels = list(map(label, names))
+        every = list(dict.fromkeys(labels))
+        number = np.array(list(map(every.index, labels)), np.int64)[outermost[piece.call[tasks]]]
+        owners: list[int] = np.unique(rank_class).tolist()
+        for own, (place, name) in product(owners, enumerate(every)):
+            chosen = tasks[(rank_class == own) & (number == place)]
+            if len(chosen):
+                found.setdefault((own, name), []).append((piece.start[chosen], piece.end[chosen]))
+    together: dict[tuple[int, str], tuple[tuple[float, float], ...]] = {}
+    for key, parts in found.items():
         starts, ends = zip(*parts, strict=True)
         start, end = _union(np.concatenate(starts), np.concatenate(ends), near)
-        together[own] = tuple(zip(start.tolist(), end.tolist(), strict=True))
+        together[key] = tuple(zip(start.tolist(), end.tolist(), strict=True))
     return together
 
 
@@ -147,8 +162,7 @@ def _uses(piece: Piece, communication: bool) -> tuple[Ints, Ints]:
 
 def _of_piece(piece: Piece, classes: int) -> Iterator[CallTime]:
     """Yield the calls of a piece: itself, or if it is a whole function those in it."""
-    names = [piece.path, *piece.call_names[1:]] if not piece.path else [piece.path]
-    outermost = _outermost(piece) if not piece.path else np.zeros(len(piece.call_names), np.int64)
+    names, outermost = _calls_of(piece)
     tasks, rank_class = _uses(piece, communication=False)
     group = outermost[piece.call[tasks]] * classes + rank_class
     # Tasks of a class are in the order in which it runs them: by a stable sort, so are those of a call.
@@ -159,6 +173,14 @@ def _of_piece(piece: Piece, classes: int) -> Iterator[CallTime]:
         call, on = divmod(int(own[n]), classes)
         after = first[n + 1] if n + 1 < len(first) else len(order)
         yield CallTime(names[call], on, _parts(start[first[n] : after], end[first[n] : after]))
+
+
+def _calls_of(piece: Piece) -> tuple[list[str], Ints]:
+    """Return the names of the calls of a piece, itself or if it is a whole function those in it, and of each
+    call which of these it is in."""
+    if piece.path:
+        return [piece.path], np.zeros(len(piece.call_names), np.int64)
+    return [piece.path, *piece.call_names[1:]], _outermost(piece)
 
 
 def _parts(start: Floats, end: Floats) -> tuple[tuple[float, float], ...]:

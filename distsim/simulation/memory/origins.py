@@ -58,7 +58,7 @@ def _origins(function: Function, given: Mapping[Value, Origin]) -> dict[Value, O
                     found[value] = None if inner is None else found[op.inputs[inner]]
             continue
         own = "" if is_added(op) else module_of(op)
-        if op.op_type in _MOVES_EACH:
+        if op.op_type in _MOVES_EACH or operator(op.op_type).host_stream:
             found.update({made: found[v] for v, made in zip(op.inputs, op.outputs, strict=True)})
             continue
         if not own and operator(op.op_type).communication is not None:
