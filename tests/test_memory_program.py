@@ -1,5 +1,6 @@
 """Peak memory of programs composed from blocks: equal to the step written out, and closed forms."""
 
+import pickle
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from memory_models import Machine
 from training_models import SCHEDULES, Maker, bert, flat_mlp, laid_out, mesh_of, small_gpt, small_mlp, tied
 
+import distsim
 from distsim.errors import PlanError, ScheduleError
 from distsim.ir import Function, Role
 from distsim.models import gpt, mlp
@@ -379,3 +381,12 @@ def test_ranks_that_wait_for_each_other_are_refused():
     )
     with pytest.raises(ScheduleError, match="deadlocks"):
         program_memory(replace(program, schedule=Schedule("stuck", 2, 2, ranks)))
+
+
+def test_a_simulation_is_pickled_with_the_memory_that_was_asked_for():
+    simulation = distsim.simulate("mlp:layers=4,width=64", "dgx-a100", "pp=2,microbatches=4", 16)
+    device, use = next(iter(simulation.memory.items()))
+    again = pickle.loads(pickle.dumps(simulation))
+    assert again.peak_memory == simulation.peak_memory
+    assert again.memory[device].by_kind == use.by_kind and again.memory[device].peak == use.peak
+    assert again.saved_by_module(device) == simulation.saved_by_module(device)

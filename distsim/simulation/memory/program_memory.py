@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 
 from distsim.errors import PartitionError
 from distsim.ir import Device, Function, Op, Role, Value
@@ -87,6 +87,10 @@ class ProgramMemory:
         pairs = zip(self.program.mesh.slices("pp"), self.ranks, strict=True)
         found = {device: use for mesh, use in pairs for device in mesh.devices}
         return dict(sorted(found.items(), key=lambda item: item[0].id))
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # What it would find when read may take more than what it found.
+        return ProgramMemory, (self.program, self.peaks, partial(tuple, self.ranks), self.modules)
 
     def saved_by_module(self, device: Device) -> dict[str, int]:
         """Return what the activations at the peak of a device consist of, by the module they come from.
