@@ -1,5 +1,7 @@
 """Offload of saved activations: closed forms of time and memory, computed equality, engines, refusals."""
 
+import json
+from collections import Counter
 from dataclasses import replace
 from functools import cache
 
@@ -16,7 +18,7 @@ from distsim.models.decoder_sizes import DecoderSizes
 from distsim.models.parts.attention import GroupedHeads
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.plan import Plan
-from distsim.report import plot_timeline, summarize
+from distsim.report import plot_timeline, summarize, write_trace
 from distsim.simulation.memory.host import host_memory, program_host_memory
 from distsim.simulation.memory.peak import peak_memory
 from distsim.simulation.memory.program_memory import program_memory
@@ -268,6 +270,16 @@ def test_a_picture_shows_the_copies(tmp_path) -> None:
     path = Simulator(CostModel(device(1e3))).simulate(slow).critical_path
     assert next(iter(path.by_kind)) in ("Offload", "Fetch")
     assert any(part.communicates for part in path.parts)
+
+
+def test_a_trace_has_the_copies_and_nothing_where_they_only_wait(tmp_path) -> None:
+    """Without launches by the host none is in it; of each copy there is one slice, a copy of memory."""
+    topology = device(1e9)
+    program = parallelize(case("wide")[0], Plan(offload=3), topology)
+    write_trace(Simulator(CostModel(topology)).simulate(program), tmp_path / "a.json")
+    events = json.loads((tmp_path / "a.json").read_text())["traceEvents"]
+    slices = Counter(event["cat"] for event in events if event["ph"] == "X")
+    assert slices["gpu_memcpy"] == 2 * 3 and slices["kernel"] > 6 and "cuda_runtime" not in slices
 
 
 # --- refusals ---------------------------------------------------------------------------------------------

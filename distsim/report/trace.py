@@ -23,7 +23,7 @@ from distsim.ir import Device, Mesh, Op, Tensor, place_of
 from distsim.ir.device import devices_of
 from distsim.ops import op_label, operator
 from distsim.ops.coalescing import moved_values
-from distsim.ops.marks import LAUNCH
+from distsim.ops.marks import HOST, LAUNCH
 from distsim.report.labels import stream_label
 from distsim.report.output import packed, replacing
 from distsim.simulation import Simulation
@@ -322,10 +322,11 @@ class SliceWriter:
         inside = [_text(path[len(piece.path) :]) for path in piece.paths()]
         lanes = [self._lanes[stream.rank_class, stream.name] for stream in piece.stream_table]
         kernels = {name: _launched(piece, tasks, classes == name) for name in members}
+        drawn = ~_waits(piece, tasks)
         for first in range(0, len(tasks), MOST_SLICES):
             part = slice(first, first + MOST_SLICES)
             for rank_class in members:
-                uses = first + np.flatnonzero(classes[part] == rank_class)
+                uses = first + np.flatnonzero(drawn[part] & (classes[part] == rank_class))
                 if len(uses):
                     own = tasks[uses]
                     calls: Sequence[int] = piece.call[own].tolist()
@@ -356,12 +357,22 @@ class SliceWriter:
 def _launched(piece: Piece, tasks: Ints, own: NDArray[np.bool_]) -> Ints:
     """Return for each use of a stream its task, for a launch the next of the same class, which it is of."""
     found = tasks.copy()
-    launch = np.array([op.op_type == LAUNCH.op_type for op in piece.op_table], np.bool_)[piece.op[tasks]]
+    launch = _are_launches(piece, tasks)
     kernels, launches = np.flatnonzero(own & ~launch), np.flatnonzero(own & launch)
     after = np.searchsorted(kernels, launches)
     there = after < len(kernels)
     found[launches[there]] = tasks[kernels[after[there]]]
     return found
+
+
+def _waits(piece: Piece, tasks: Ints) -> NDArray[np.bool_]:
+    """Return which uses of a stream are none: a launch on one of the device only waits for what is there."""
+    host = np.array([stream.name == HOST for stream in piece.stream_table], np.bool_)
+    return _are_launches(piece, tasks) & ~host[piece.streams]
+
+
+def _are_launches(piece: Piece, tasks: Ints) -> NDArray[np.bool_]:
+    return np.array([op.op_type == LAUNCH.op_type for op in piece.op_table], np.bool_)[piece.op[tasks]]
 
 
 def _text(text: str) -> bytes:
