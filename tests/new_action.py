@@ -134,6 +134,10 @@ def times() -> None:
     early = time_schedule(Schedule("early", 1, 4, [earlier(found.schedule.ranks[0])]), half)
     assert (early.makespan, early.busy, early.schedule.in_flight(0)) == (4 * 3, (12.0,), 2)
     assert {stream: len(cells) for stream, cells in found.beside[0].items()} == {"offload": 4, "fetch": 4}
+    for name, chunks in (("zb_v", 2), ("dualpipe_v", 2), ("interleaved", 2)):  # to itself, too
+        order = schedule(name, 2, 4, chunks)
+        late = time_schedule(offloaded(order, 1), half).makespan - time_schedule(order, half).makespan
+        assert 0 < late <= 0.5 * 2 * 4 * chunks * 2
     text = describe_schedule(time_schedule(offloaded(one, 1), seconds))
     assert "offload 2, reload 3" in text
     assert text.splitlines()[3:6] == [

@@ -208,10 +208,12 @@ class _BlockWriter:
         times, saved, sums = self.times, self.saved[stage], self.sums[stage]
         above, below = self.crossings[stage], self.crossings[stage + 1]
         gradient = () if below is None else (self.backwards[stage + 1],)
-        given = self.data if above is None else self.forwards[stage] if above else self.saved[stage - 1]
+        given = self.data if above is None else self.forwards[stage]
         before = () if above is None else (self.backwards[stage],)
-        after = (self.forwards[stage + 1],) if below else ()
-        forward = self._block("F", (given,), times.of_kind(Kind.FORWARD), (saved, *after), "dp")
+        after = () if below is None else (self.forwards[stage + 1],)
+        forward = self._block(
+            "F", (given,), times.of_kind(Kind.FORWARD), (saved, *after), "dp" if below else ""
+        )
         up = "tp" if above else ""
         backward = self._block("B", (*gradient, saved), times.of_kind(Kind.BACKWARD), (*before, sums), up)
         rest = self._value(f"pending{stage}", 0)
