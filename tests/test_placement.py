@@ -14,6 +14,7 @@ from distsim.hardware import collective_time
 from distsim.ir import Device, Float, FunctionMaker, Int64, Mesh, Tensor, Topology
 from distsim.ops.communication import gather, scatter
 from distsim.ops.parts import join_parts, take_part
+from distsim.transforms.sharding import variable_elimination
 from distsim.transforms.sharding.layout import (
     PARTIAL,
     REPLICATED,
@@ -253,6 +254,18 @@ def test_a_long_chain_is_proven_and_is_the_dynamic_program():
     found = solve(problem)
     assert found.proven and found.cost == pytest.approx(best.min(), rel=1e-12)
     assert cost_of(problem, found.choices) == pytest.approx(found.cost, rel=1e-12)
+
+
+def test_sums_of_large_tables_are_those_of_all_axes_apart_to_the_bit(monkeypatch):
+    rng, problem, sizes = np.random.default_rng(0), EliminationProblem(), (3, 6, 4, 2, 5, 4, 6, 3, 4)
+    for size in sizes:
+        problem.variable(rng.random(size))
+    for a, b in itertools.combinations(range(len(sizes)), 2):
+        problem.pair(a, b, rng.random((sizes[a], sizes[b])) * (a + b != 9))
+    assert math.prod(sizes) > variable_elimination.LARGE
+    found = solve(problem)
+    monkeypatch.setattr(variable_elimination, "LARGE", math.inf)
+    assert found == solve(problem) and found.proven
 
 
 def test_solving_leaves_the_problem_as_it_was():

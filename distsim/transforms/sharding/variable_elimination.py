@@ -27,6 +27,9 @@ HUB = 32
 SMALL = 4096
 """The sums of tables of so many entries are kept until the choices are made, of larger ones the tables."""
 
+LARGE = 100_000
+"""The sums of tables of more entries are made with axes side by side that the same tables have."""
+
 Scope = tuple[int, ...]
 """Variables, in order, whose choices together have a cost."""
 
@@ -48,6 +51,8 @@ class Eliminate:
     around: Scope
     reads: tuple[Read, ...]
     slot: int
+    entries: int
+    """Of the sum of the tables."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +165,8 @@ class _OrderPlanner:
                 if other != variable:
                     shape[place[other]] = self.sizes[other]
             reads.append(Read(slot, axes, tuple(shape)))
-        return Eliminate(variable, around, tuple(reads), self.slot_of(around))
+        entries = math.prod([self.sizes[each] for each in (variable, *around)])
+        return Eliminate(variable, around, tuple(reads), self.slot_of(around), entries)
 
     def fix(self, variable: int) -> Fix:
         tables: list[tuple[int, int, int]] = []
@@ -260,12 +266,14 @@ class _Elimination:
                 table = table.transpose(read.axes)
             parts.append(table.reshape(read.shape))
             self.tables[read.slot] = None
-        total = parts[0]
-        for part in parts[1:]:
-            total = np.add(total, part, order="C")
         # Which choice is best is asked in the end, for the choices of the neighbours that were made.
-        self.removed.append((step.variable, step.around, parts if total.size > SMALL else [total]))
-        self.add(step.slot, np.minimum.reduce(total, axis=0))
+        if step.entries > SMALL:
+            least = _least_of_large(parts) if step.entries > LARGE else np.minimum.reduce(_sum(parts), axis=0)
+        else:
+            parts = [_sum(parts)]
+            least = np.minimum.reduce(parts[0], axis=0)
+        self.removed.append((step.variable, step.around, parts))
+        self.add(step.slot, least)
 
     def fix(self, step: Fix) -> None:
         """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
@@ -291,6 +299,36 @@ class _Elimination:
                 costs = costs + part[(slice(None), *_places(at, part))]
             choices[variable] = int(costs.argmin())
         return Solution(tuple(choices), self.cost, self.proven)
+
+
+def _sum(parts: Sequence[Table]) -> Table:
+    total = parts[0]
+    for part in parts[1:]:
+        total = np.add(total, part, order="C")
+    return total
+
+
+def _least_of_large(parts: Sequence[Table]) -> Table:
+    """Return the least of the sum of large tables over their first axis: the same numbers, sooner.
+
+    Most axes have few places, and NumPy adds along the last one at a time. Those that the same tables have
+    are made one, the longest the last; and no sum is there for more than one place of the first axis.
+    """
+    shape = np.broadcast_shapes(*[part.shape for part in parts])
+    had = [tuple([part.shape[axis] > 1 for part in parts]) for axis in range(1, len(shape))]
+    sizes: dict[tuple[bool, ...], int] = {}
+    for tables, size in zip(had, shape[1:], strict=True):
+        sizes[tables] = sizes.get(tables, 1) * size
+    joined = sorted(sizes, key=lambda tables: (sizes[tables], tables))
+    axes = [axis for tables in joined for axis, own in enumerate(had, 1) if own == tables]
+    flat = [
+        part.transpose(0, *axes).reshape(shape[0], *[sizes[tables] if tables[n] else 1 for tables in joined])
+        for n, part in enumerate(parts)
+    ]
+    least = _sum([part[0] for part in flat])
+    for place in range(1, shape[0]):
+        least = np.minimum(least, _sum([part[place] for part in flat]))
+    return least.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))
 
 
 def _places(choices: Sequence[int], table: Table) -> Sequence[int]:
