@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 from distsim.ir.value import NO_ATTRIBUTES, Attributes, Role, Value, setters
 
@@ -32,6 +33,8 @@ class Op:
     subfunctions: tuple[Function, ...] = ()
     version: int | None = None
     name: str = field(default="")
+    signature: Any = field(init=False)
+    """What :func:`distsim.ops.signature_of` returned, once asked; an op that is copied has none yet."""
 
     def __init__(
         self,
@@ -50,6 +53,10 @@ class Op:
         _SET_SUBFUNCTIONS(self, subfunctions)
         _SET_VERSION(self, version)
         _SET_NAME(self, name)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        fields = self.op_type, self.inputs, self.outputs, self.attributes, self.subfunctions, self.version
+        return Op, (*fields, self.name)
 
     @property
     def is_call(self) -> bool:
@@ -75,6 +82,7 @@ class Op:
     _SET_SUBFUNCTIONS,
     _SET_VERSION,
     _SET_NAME,
+    keep_signature,
 ) = setters(Op)
 
 

@@ -9,7 +9,7 @@ from typing import Any, cast
 from distsim.cache import cached
 from distsim.errors import TypeRuleError
 from distsim.ir.device import Device, Mesh
-from distsim.ir.function import Op
+from distsim.ir.function import Op, keep_signature
 from distsim.ir.maker import FunctionMaker
 from distsim.ir.type import Tensor, Type
 from distsim.ir.value import Attributes, Value
@@ -42,6 +42,18 @@ class Signature:
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     version: int | None = None
+    _hash: int = field(default=0, init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        own = hash((self.op_type, self.attributes, self.inputs, self.outputs, self.version))
+        object.__setattr__(self, "_hash", own)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __reduce__(self) -> tuple[object, ...]:
+        # Made anew where it is read: hashes of strings differ between processes.
+        return Signature, (self.op_type, self.attributes, self.inputs, self.outputs, self.version)
 
     def __str__(self) -> str:
         return f"{self.op_type}({', '.join(map(str, self.inputs))})"
@@ -287,9 +299,29 @@ def arity(op_type: str, inputs: Sequence[Any], count: int) -> None:
 
 
 def signature_of(op: Op) -> Signature:
-    """Return the signature of an op whose values are all tensors."""
+    """Return the signature of an op whose values are all tensors: one object for all ops that are alike.
+
+    The op keeps it, for what is known by signatures is asked of each op many times.
+    """
+    try:
+        return op.signature
+    except AttributeError:
+        pass
     inputs, outputs = [value.type for value in op.inputs], [value.type for value in op.outputs]
-    return Signature(op.op_type, op.attributes, _tensors(op, inputs), _tensors(op, outputs), op.version)
+    found = _signature(op.op_type, op.attributes, _tensors(op, inputs), _tensors(op, outputs), op.version)
+    keep_signature(op, found)
+    return found
+
+
+@cached("signatures, by what they consist of", 65536)
+def _signature(
+    op_type: str,
+    attributes: Attributes,
+    inputs: tuple[Tensor, ...],
+    outputs: tuple[Tensor, ...],
+    version: int | None,
+) -> Signature:
+    return Signature(op_type, attributes, inputs, outputs, version)
 
 
 def _tensors(op: Op, types: list[Type]) -> tuple[Tensor, ...]:

@@ -17,6 +17,7 @@ import numpy as np
 from distsim.cache import Cache
 from distsim.cost.efficiency import element_type
 from distsim.errors import PlanError
+from distsim.ops import ShardingRule
 from distsim.transforms.sharding.layout import (
     AVOIDED,
     FORBIDDEN,
@@ -252,6 +253,7 @@ class _Chooser:
         flops = node.flops / flops_per_byte if node.flops else 0.0
         every = self.axis.over_time or self.axis.all_ops
         touched = (BATCH_TOUCH_WEIGHT if every else TOUCH_WEIGHT) * node.touched
+        rule = rule_of(node.signature)
         return [
             node.times
             * (
@@ -259,13 +261,12 @@ class _Chooser:
                 if option.strategy.factor is not None
                 else insistence * flops + touched
             )
-            + node.times * sum([sent + START_BYTES for sent in self._reduced(node, option)])
+            + node.times * sum([sent + START_BYTES for sent in self._reduced(node, rule, option)])
             for option in options
         ]
 
-    def _reduced(self, node: Node, option: Option) -> list[float]:
+    def _reduced(self, node: Node, rule: ShardingRule | None, option: Option) -> list[float]:
         """Return the bytes sent by each all-reduce within an op."""
-        rule = rule_of(node.signature)
         decomposition = rule.decompositions.get(option.strategy.factor or "") if rule else None
         if decomposition is None or decomposition.reduced is None:
             return []
@@ -321,7 +322,8 @@ class _Chooser:
         chosen = [every[c] for every, c in zip(options.of, picked, strict=True)]
         sent = self._sent(chosen, states)
         reduced = [
-            node.times * sum(self._reduced(node, each)) for node, each in zip(nodes, chosen, strict=True)
+            node.times * sum(self._reduced(node, rule_of(node.signature), each))
+            for node, each in zip(nodes, chosen, strict=True)
         ]
         total = sum(node.times * node.flops for node in nodes)
         done = sum(
