@@ -260,7 +260,7 @@ class _Divider:
     def _places(self, values: Sequence[Value], places: Sequence[Placement]) -> tuple[Placement, ...]:
         return tuple(
             [
-                replace(place, flat=(self.divided[v], as_tensor(v.type, v.name).shape))
+                place._replace(flat=(self.divided[v], as_tensor(v.type, v.name).shape))
                 if v in self.divided and v not in self.sliced
                 else place
                 for v, place in zip(values, places, strict=True)

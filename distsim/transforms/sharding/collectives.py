@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -247,7 +247,7 @@ class Mover:
         """
         shape = [*as_tensor(local.type, local.name).shape]
         axes, divided = [self.axes[place] for place in self.experts], list[tuple[int, int, Parts]]()
-        axes = axes if zigzag else [replace(axis, zigzag=False) for axis in axes]
+        axes = axes if zigzag else [axis._replace(zigzag=False) for axis in axes]
         along = [*zip(axes, ends, strict=True)]
         for axis, end in along if back else reversed(along):
             shape[end.dim] *= 1 if back else axis.parts

@@ -52,7 +52,7 @@ def axis_parts(axis: DividedAxis, mesh: Mesh, experts: tuple[str, ...]) -> tuple
     """Return the axes into which a mesh cuts one, each with whether it is among those of ``experts``."""
     names = mesh.axes_of(axis.name) if axis.name in PARTS.values() else (axis.name,)
     if len(names) == 1:
-        return (replace(axis, experts=axis.name in experts),)
+        return (axis._replace(experts=axis.name in experts),)
     sizes = [(name, mesh.axis_size(name)) for name in names]
     return tuple([DividedAxis(name, size, axis.zigzag, name in experts, axis.name) for name, size in sizes])
 

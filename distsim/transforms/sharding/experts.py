@@ -148,7 +148,7 @@ class ByExperts:
             tuple([self._state(value, state) for value, state in zip(values, states, strict=True)])
             for values, states in ((op.inputs, strategy.inputs), (op.outputs, strategy.outputs))
         )
-        self.strategies |= dict.fromkeys(node.ops, replace(strategy, inputs=inputs, outputs=outputs))
+        self.strategies |= dict.fromkeys(node.ops, strategy._replace(inputs=inputs, outputs=outputs))
         for number, state in zip(node.outputs, outputs, strict=True):
             if state is PARTIAL and self.choice.groups[number] is PARTIAL:
                 self.groups[number] = PARTIAL

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -17,8 +17,7 @@ from distsim.ops.parts import Groups, Parts, Shard
 from distsim.transforms.sharding.variable_elimination import Table
 
 
-@dataclass(frozen=True, slots=True)
-class State:
+class State(NamedTuple):
     """The placement of a value along one axis of ranks.
 
     Replicated (every rank holds the whole), sharded (``dim`` is divided; with ``pieces``, each piece
@@ -58,8 +57,7 @@ def sharded(dim: int, pieces: Parts = None) -> State:
     return State("S", dim, pieces)
 
 
-@dataclass(frozen=True, slots=True)
-class DividedAxis:
+class DividedAxis(NamedTuple):
     """An axis of a mesh along which values are divided into ``parts``: as many as ranks, or, of the batch,
     ranks and microbatches.
 
@@ -86,8 +84,7 @@ class DividedAxis:
         return tuple([half for n in state.pieces or (size,) for half in (n // 2, -(n // 2))])
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
+class Placement(NamedTuple):
     """The states of a value along the axes of ranks, the batch (microbatches and dp) first.
 
     ``flat``: the axis over which a parameter, or its state, is divided as well, flat and padded, for it stays

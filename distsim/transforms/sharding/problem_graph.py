@@ -70,7 +70,7 @@ class Tie:
     in_place: bool
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Structure:
     """The distinct ops, values and Calls of a function."""
 

@@ -6,8 +6,9 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
+from typing import NamedTuple
 
-from distsim.cache import cached
+from distsim.cache import Cache, cached
 from distsim.errors import PlanError
 from distsim.ir import Device, Op, Value
 from distsim.ops import Pieces, ShardingRule, Signature, sharding_rule
@@ -28,8 +29,7 @@ EXPERTS = "experts"
 """The kind of ranks that have experts each, beside the kinds of context parallelism."""
 
 
-@dataclass(frozen=True, slots=True)
-class Strategy:
+class Strategy(NamedTuple):
     """The states of an op's inputs and outputs; ``factor`` is what is divided, None: nothing is."""
 
     inputs: tuple[State, ...]
@@ -38,8 +38,7 @@ class Strategy:
     mean: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A strategy, and for which degrees it is one.
 
     ``ranks`` is what the number of ranks must divide, ``parts`` what the number of parts of the batch
@@ -217,8 +216,7 @@ def _degrees(signature: Signature, inputs: tuple[State, ...], outputs: tuple[Sta
 # --- the strategies of all ops of a function, along one axis ------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """A strategy of an op, with the numbers of its states."""
 
     strategy: Strategy
@@ -246,24 +244,12 @@ class Options:
         spread: frozenset[int] = frozenset(),
         own: Mapping[Value, frozenset[int]] = MappingProxyType({}),
     ) -> None:
-        self._structure, pieces = structure, pieces_of(structure, groups=context == EXPERTS)
+        self._structure, pieces = structure, pieces_of(structure, context == EXPERTS)
         self._numbers: dict[State, int] = {REPLICATED: 0, PARTIAL: 1}
+        how = pieces, decomposed, context
+        each = [(node.signature, _where_made(node, allowed(node), context)) for node in structure.nodes]
         self.of: tuple[tuple[Option, ...], ...] = tuple(
-            [
-                tuple(
-                    [
-                        self._option(candidate)
-                        for candidate in candidates(
-                            node.signature,
-                            _where_made(node, allowed(node), context),
-                            pieces,
-                            decomposed,
-                            context,
-                        )
-                    ]
-                )
-                for node in structure.nodes
-            ]
+            [tuple(map(self._option, candidates(signature, own, *how))) for signature, own in each]
         )
         """The options of each op, in the order of the structure."""
         self.given: dict[int, int] = {group: self._number(state) for group, state in given.items()}
@@ -322,6 +308,13 @@ def _rows(node: Node) -> str:
 
 def pieces_of(structure: Structure, groups: bool = False) -> PiecesBySize:
     """Return, by size of a dimension, the pieces that some op makes of such a dimension; with ``groups``."""
+    return _PIECES.get(structure, groups, lambda: _pieces(structure, groups))
+
+
+_PIECES = Cache[Structure, PiecesBySize]("pieces of dimensions, by whether with groups", 2)
+
+
+def _pieces(structure: Structure, groups: bool) -> PiecesBySize:
     found: dict[int, dict[tuple[int, ...] | Groups, None]] = {}
     for node in structure.nodes:
         rule = rule_of(node.signature)
