@@ -125,16 +125,17 @@ class Function:
 def callees(function: Function) -> tuple[Function, ...]:
     """Return every distinct function reached through Calls, callees before their callers."""
     found: dict[Function, None] = {}
-
-    def visit(current: Function) -> None:
-        for op in current.ops:
-            for callee in op.subfunctions:
-                if callee not in found:
-                    visit(callee)
-                    found[callee] = None
-
-    visit(function)
+    _reach(function, found)
     return tuple(found)
+
+
+# Not within the other: a function there that calls itself is a cycle, which keeps alive all that it has.
+def _reach(current: Function, found: dict[Function, None]) -> None:
+    for op in current.ops:
+        for callee in op.subfunctions:
+            if callee not in found:
+                _reach(callee, found)
+                found[callee] = None
 
 
 def all_ops(function: Function) -> Iterator[Op]:

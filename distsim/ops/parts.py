@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
@@ -163,17 +163,21 @@ def scatter(array: Array, mesh: Mesh, shards: Sequence[Shard]) -> list[Array]:
 def gather(ranks: Sequence[Array], mesh: Mesh, shards: Sequence[Shard]) -> Array:
     """Return the whole array of which the devices of ``mesh`` hold parts (inverse of scatter)."""
     by_place = {tuple(mesh.coordinates(d).items()): a for d, a in zip(mesh.devices, ranks, strict=True)}
-    place = dict.fromkeys((name for name, _ in mesh.axes), 0)
+    return _assembled(by_place, dict.fromkeys((name for name, _ in mesh.axes), 0), mesh, shards)
 
-    def assemble(remaining: Sequence[Shard]) -> Array:
-        if not remaining:
-            return by_place[tuple(place.items())]
-        dim, axis, pieces = remaining[0]
-        parts: list[Array] = []
-        for index in range(mesh.axis_size(axis)):
-            place.update(mesh.split(axis, index))
-            parts.append(assemble(remaining[1:]))
-        place.update(mesh.split(axis, 0))
-        return join_parts(parts, dim, pieces)
 
-    return assemble(shards)
+def _assembled(
+    by_place: Mapping[tuple[tuple[str, int], ...], Array],
+    place: dict[str, int],
+    mesh: Mesh,
+    remaining: Sequence[Shard],
+) -> Array:
+    if not remaining:
+        return by_place[tuple(place.items())]
+    dim, axis, pieces = remaining[0]
+    parts: list[Array] = []
+    for index in range(mesh.axis_size(axis)):
+        place.update(mesh.split(axis, index))
+        parts.append(_assembled(by_place, place, mesh, remaining[1:]))
+    place.update(mesh.split(axis, 0))
+    return join_parts(parts, dim, pieces)

@@ -373,15 +373,15 @@ def _scalar(value: Value) -> bool:
 def _marking(ops: Sequence[Op]) -> list[int]:
     """Return the ops that mark an output of the forward pass, and the Calls that run such an op."""
     known: dict[Function, bool] = {}
+    return [number for number, op in enumerate(ops) if _marks(op, known)]
 
-    def marks(op: Op) -> bool:
-        if not op.is_call:
-            return op.op_type == "ForwardOutput"
-        if op.callee not in known:
-            known[op.callee] = any(map(marks, op.callee.ops))
-        return known[op.callee]
 
-    return [number for number, op in enumerate(ops) if marks(op)]
+def _marks(op: Op, known: dict[Function, bool]) -> bool:
+    if not op.is_call:
+        return op.op_type == "ForwardOutput"
+    if op.callee not in known:
+        known[op.callee] = any(_marks(inner, known) for inner in op.callee.ops)
+    return known[op.callee]
 
 
 def _kinds(ops: Sequence[Op]) -> list[int]:

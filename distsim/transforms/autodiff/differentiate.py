@@ -147,30 +147,31 @@ def _trained(function: Function) -> list[Value]:
 
     What leads to tables of ops alone, such as the angles of a rotary embedding, is not read so.
     """
-    known: dict[Function, tuple[set[Value], set[Value]]] = {}
-
-    def read(current: Function) -> tuple[set[Value], set[Value]]:
-        """Return what is read otherwise than as a buffer, and what otherwise than as a table."""
-        if current not in known:
-            found, needed = set(current.outputs), set(current.outputs)
-            for op in reversed(current.ops):
-                if needed.isdisjoint(op.outputs):
-                    continue
-                if op.is_call:
-                    pairs = list(zip(op.inputs, op.callee.inputs, strict=True))
-                    for own, inner in zip((found, needed), read(op.callee), strict=True):
-                        own.update(value for value, formal in pairs if formal in inner)
-                    continue
-                meaning = operator(op.op_type)
-                held = meaning.buffers(op.attributes, len(op.inputs)) if meaning.buffers else ()
-                plain = [value for place, value in enumerate(op.inputs) if place not in held]
-                found.update(plain)
-                needed.update(plain if meaning.tables else op.inputs)
-            known[current] = found, needed
-        return known[current]
-
-    used, _ = read(function)
+    used, _ = _read(function, {})
     return [value for value in function.parameters if value in used]
+
+
+def _read(
+    current: Function, known: dict[Function, tuple[set[Value], set[Value]]]
+) -> tuple[set[Value], set[Value]]:
+    """Return what is read otherwise than as a buffer, and what otherwise than as a table."""
+    if current not in known:
+        found, needed = set(current.outputs), set(current.outputs)
+        for op in reversed(current.ops):
+            if needed.isdisjoint(op.outputs):
+                continue
+            if op.is_call:
+                pairs = list(zip(op.inputs, op.callee.inputs, strict=True))
+                for own, inner in zip((found, needed), _read(op.callee, known), strict=True):
+                    own.update(value for value, formal in pairs if formal in inner)
+                continue
+            meaning = operator(op.op_type)
+            held = meaning.buffers(op.attributes, len(op.inputs)) if meaning.buffers else ()
+            plain = [value for place, value in enumerate(op.inputs) if place not in held]
+            found.update(plain)
+            needed.update(plain if meaning.tables else op.inputs)
+        known[current] = found, needed
+    return known[current]
 
 
 def _influenced(function: Function, sources: Sequence[Value]) -> set[Value]:

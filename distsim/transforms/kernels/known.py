@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from distsim.ir import Environment, Function, Op, Value, rewrite, trim
+from distsim.ir import Environment, Function, Op, Value, callees, rewrite, trim
 from distsim.ir.function import readers_of
 from distsim.ir.type import as_tensor
 from distsim.ops import compute, operator
@@ -92,18 +92,7 @@ def _equal(one: Array, other: Array) -> bool:
 
 def scopes_of(function: Function) -> Sequence[FunctionScope]:
     """Return a scope for the function and each callee, callers first."""
-    order: list[Function] = []
-    done: set[Function] = set()
-
-    def visit(current: Function) -> None:
-        done.add(current)
-        for op in current.ops:
-            if op.is_call and op.callee not in done:
-                visit(op.callee)
-        order.append(current)
-
-    visit(function)
-    scopes = {current: FunctionScope(current) for current in reversed(order)}
+    scopes = {current: FunctionScope(current) for current in (function, *reversed(callees(function)))}
     for scope in scopes.values():
         for op in scope.function.ops:
             if op.is_call:

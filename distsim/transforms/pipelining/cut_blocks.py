@@ -187,21 +187,21 @@ Group = tuple[Sequence[int], tuple[int, ...]]
 def group_of(function: Numbered, ops: Sequence[int]) -> Group:
     """Return ops, with those before them that make the constants they read, as a group."""
     needed: dict[int, None] = {}
-
-    def need(op: int) -> None:
-        for value in function.reads[op]:
-            made = function.producer[value]
-            if made >= 0 and function.loose[made] and made not in needed:
-                need(made)
-                needed[made] = None
-
     if function.has_loose:
         for op in ops:
-            need(op)
+            _need(function, op, needed)
     ops = [*needed, *ops]
     made = {value for op in ops for value in function.makes[op]}
     read = dict.fromkeys([value for op in ops for value in function.reads[op]])
     return ops, tuple([value for value in read if value not in made])
+
+
+def _need(function: Numbered, op: int, needed: dict[int, None]) -> None:
+    for value in function.reads[op]:
+        made = function.producer[value]
+        if made >= 0 and function.loose[made] and made not in needed:
+            _need(function, made, needed)
+            needed[made] = None
 
 
 class Blocks:

@@ -94,25 +94,26 @@ _Known = dict[Op, tuple[frozenset[Mark] | None, ...]]
 
 def _walk(function: Function, marks: Marks, forward: bool, known: _Known | None = None) -> None:
     """Mark what follows op by op, in their order or against it; with what is ``known`` from either side."""
-    visited: set[Function] = set()
+    _visit(function, marks, forward, known, set())
 
-    def visit(current: Function) -> None:
-        for op in current.ops if forward else reversed(current.ops):
-            if not op.is_call:
-                _mark_op(op, marks, forward, known)
-                continue
-            callee = op.callee
-            given = zip(op.inputs, callee.inputs, strict=True)
-            made = zip(op.outputs, callee.outputs, strict=True)
-            into, out = (given, made) if forward else (made, given)
-            changed = [_mark(marks, inner, marks.get(outer, frozenset())) for outer, inner in into]
-            if any(changed) or callee not in visited:
-                visited.add(callee)
-                visit(callee)
-            for outer, inner in out:
-                _mark(marks, outer, marks.get(inner, frozenset()))
 
-    visit(function)
+def _visit(
+    current: Function, marks: Marks, forward: bool, known: _Known | None, visited: set[Function]
+) -> None:
+    for op in current.ops if forward else reversed(current.ops):
+        if not op.is_call:
+            _mark_op(op, marks, forward, known)
+            continue
+        callee = op.callee
+        given = zip(op.inputs, callee.inputs, strict=True)
+        made = zip(op.outputs, callee.outputs, strict=True)
+        into, out = (given, made) if forward else (made, given)
+        changed = [_mark(marks, inner, marks.get(outer, frozenset())) for outer, inner in into]
+        if any(changed) or callee not in visited:
+            visited.add(callee)
+            _visit(callee, marks, forward, known, visited)
+        for outer, inner in out:
+            _mark(marks, outer, marks.get(inner, frozenset()))
 
 
 def _mark_op(op: Op, marks: Marks, forward: bool, known: _Known | None) -> None:
