@@ -2,13 +2,14 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import lru_cache
 
 import numpy as np
 import training_models
 from training_models import F64, random_inputs, topology_of
 
 from distsim.compose import parallelize
-from distsim.ir import BFloat16, Function
+from distsim.ir import BFloat16, Function, all_ops
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes, ExpertLayers, Positions
 from distsim.models.mixture import Mixture
@@ -64,22 +65,20 @@ def computed_over_ranks(joint: Function, plan: Plan, kernels: str = "ops") -> Pr
 def sent(program: Program) -> Counter[tuple[str, str, int]]:
     """The collectives of a step: kind, axis and bytes."""
     found: Counter[tuple[str, str, int]] = Counter()
-
-    def count(current: Function) -> None:
-        for op in current.ops:
-            if op.is_call:
-                count(op.callee)
-            elif (moved := operator(op.op_type).communication) is not None and operator(op.op_type).moves:
-                found[moved.kind, op.attributes["axis"], moved.nbytes(signature_of(op))] += 1
-
-    count(program.to_function(steady=True))
+    for op in all_ops(program.to_function(steady=True)):
+        if (moved := operator(op.op_type).communication) is not None and operator(op.op_type).moves:
+            found[moved.kind, op.attributes["axis"], moved.nbytes(signature_of(op))] += 1
     return found
+
+
+@lru_cache(4)  # plans of one model follow each other
+def trained(sizes: DecoderSizes, layers: int, loads: Loads) -> Function:
+    return differentiate(decoder(replace(sizes, layers=layers), BATCH, SEQ, BFloat16(), loads), SGD())
 
 
 def of_two_layers(plan: Plan, sizes: DecoderSizes = SENT, loads: Loads = EVEN) -> dict:
     def step(layers: int) -> Counter[tuple[str, str, int]]:
-        function = decoder(replace(sizes, layers=layers), BATCH, SEQ, BFloat16(), loads)
-        return sent(parallelize(differentiate(function, SGD()), plan, topology_of(plan.devices)))
+        return sent(parallelize(trained(sizes, layers, loads), plan, topology_of(plan.devices)))
 
     found = step(4)
     found.subtract(step(2))
