@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 
 import pytest
 from hypothesis import given
@@ -13,8 +14,10 @@ from hypothesis import strategies as st
 # all of them again and again took a tenth of the time; now it is done each time that three million are left.
 gc.set_threshold(3_000_000, 50, 1000)
 
-# Processes that tests start keep the bytecode of what they import: to compile all of it anew takes a second.
+# Bytecode of what is imported is kept, by processes that tests start as well: to compile all of it anew takes
+# a second in each of them, and with the tests themselves four seconds in each worker.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+sys.dont_write_bytecode = False
 
 
 def pytest_collection_finish():
