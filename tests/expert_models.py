@@ -59,7 +59,7 @@ def distinct_inputs(function: Function) -> list[np.ndarray]:
 
 def computed_over_ranks(joint: Function, plan: Plan, kernels: str = "ops") -> Program:
     """Return the program of a plan, as that function does, of inputs that leave no choice to rounding."""
-    return training_models.computed_over_ranks(joint, plan, kernels, distinct_inputs(joint))
+    return training_models.computed_over_ranks(joint, plan, kernels, distinct_inputs)
 
 
 def sent(program: Program) -> Counter[tuple[str, str, int]]:

@@ -3,7 +3,9 @@
 Everything is float64, so that two ways to compute the same sum agree to 1e-9.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
 
 import numpy as np
 from onnx import TensorProto, helper, numpy_helper, save
@@ -345,14 +347,20 @@ def assert_same_step(joint: Function, program: Program, inputs: Inputs, expected
         )
 
 
+@lru_cache(4)  # plans of one function follow each other
+def computed_alone(joint: Function, draw: Callable[[Function], Inputs]) -> tuple[Inputs, list]:
+    """Return inputs of a function, and what one device computes of them."""
+    inputs = draw(joint)
+    return inputs, SequentialExecutor().compute(joint, inputs)
+
+
 def computed_over_ranks(
-    joint: Function, plan: Plan, kernels: str = "ops", inputs: Inputs | None = None
+    joint: Function, plan: Plan, kernels: str = "ops", draw: Callable[[Function], Inputs] = random_inputs
 ) -> Program:
     """Return the program of a plan, on which every rank computes the same step and all readers agree."""
-    inputs = random_inputs(joint) if inputs is None else inputs
     costs = CostModel(topology_of(plan.devices))
     program = parallelize(joint, plan, costs.topology, costs, kernels=KERNELS[kernels])
-    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    assert_same_step(joint, program, *computed_alone(joint, draw))
     assert_all_readers_agree(program, costs)
     return program
 
