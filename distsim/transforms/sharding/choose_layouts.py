@@ -67,13 +67,15 @@ def decide(structure: Structure, axis: Axis) -> Decision:
 
 class _MoveCosts(NamedTuple):
     """What costs the same whatever the batch is divided into: of all moves, of the moves of a group by
-    whether they are in the whole function and from which states to which, and of the options of an op; and
-    the states of all groups by the divisor and the options there are."""
+    whether they are in the whole function and from which states to which, and of the options of an op; the
+    states of all groups by the divisor and the options there are; and how much dearer moves are that take
+    the sum of what is pinned."""
 
     all: Moves
     moves: dict[tuple[int, bool, Ids, Ids], Table]
     ops: dict[tuple[int, Ids, float, float], list[float]]
     domains: dict[tuple[int, tuple[Ids, ...]], list[Ids]]
+    taken: dict[tuple[Ids, Ids], Table]
 
 
 _COSTS = Cache[Options, _MoveCosts](
@@ -86,7 +88,9 @@ class _Chooser:
         self.structure, self.axis = structure, axis
         ways = (axis.ranks, axis.over_time, axis.all_ops)
         states = axis.options.states
-        self.kept = _COSTS.get(axis.options, ways, lambda: _MoveCosts(Moves(states, *ways[:2]), {}, {}, {}))
+        self.kept = _COSTS.get(
+            axis.options, ways, lambda: _MoveCosts(Moves(states, *ways[:2]), {}, {}, {}, {})
+        )
         self.divisor = axis.divisor or axis.ranks
         self.options = axis.options.that_fit(self.divisor, axis.parts)
         asked = self.divisor, tuple(self.options)
@@ -305,9 +309,12 @@ class _Chooser:
         """Make it dear to take the sum of what is pinned; that is done where nothing else is possible."""
         if number not in self.structure.pinned:
             return table
-        states = self.axis.options.states
-        partial = [[states[s] is PARTIAL and states[t] is not PARTIAL for t in targets] for s in sources]
-        return table * np.where(np.array(partial), AVOIDED, 1.0)
+        dearer = self.kept.taken.get((sources, targets))
+        if dearer is None:
+            states = self.axis.options.states
+            partial = [[states[s] is PARTIAL and states[t] is not PARTIAL for t in targets] for s in sources]
+            dearer = self.kept.taken[sources, targets] = np.where(np.array(partial), AVOIDED, 1.0)
+        return table * dearer
 
     def _flops_per_byte(self, node: Node) -> float:
         """Return the flops that take as long as sending one byte."""

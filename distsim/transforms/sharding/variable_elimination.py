@@ -15,6 +15,7 @@ import heapq
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -34,8 +35,7 @@ Scope = tuple[int, ...]
 """Variables, in order, whose choices together have a cost."""
 
 
-@dataclass(frozen=True, slots=True)
-class Read:
+class Read(NamedTuple):
     """A table that a step takes: where it is, the order of its axes (None: as it is), its new shape."""
 
     slot: int
@@ -43,8 +43,7 @@ class Read:
     shape: tuple[int, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class Eliminate:
+class Eliminate(NamedTuple):
     """Put the least sum of the tables read over the choices of a variable, their first axis, into a slot."""
 
     variable: int
@@ -55,8 +54,7 @@ class Eliminate:
     """Of the sum of the tables."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fix:
+class Fix(NamedTuple):
     """Give a variable its cheapest local choice: per table, its slot, the variable's axis, the new slot."""
 
     variable: int
@@ -191,19 +189,19 @@ class EliminationProblem:
 
     def variable(self, costs: npt.ArrayLike) -> int:
         """Add a variable with a cost per choice and return its number."""
-        table = np.asarray(costs, float)
+        table = np.array(costs, float)
         self.sizes.append(len(table))
-        self.unary.append(table.copy())
+        self.unary.append(table)
         return len(self.sizes) - 1
 
     def pair(self, first: int, second: int, costs: Table) -> None:
-        """Add costs[i, j] for the choice i of ``first`` and j of ``second``."""
+        """Add costs[i, j] for the choice i of ``first`` and j of ``second``: not to be changed afterwards."""
         if first == second:
             self.unary[first] += np.diagonal(costs)
             return
         key, table = ((first, second), costs) if first < second else ((second, first), costs.T)
         known = self.pairs.get(key)
-        self.pairs[key] = table.copy() if known is None else known + table
+        self.pairs[key] = table if known is None else known + table
 
 
 @dataclass(frozen=True)
