@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
+from string import ascii_uppercase
 
 import numpy as np
 import pytest
@@ -13,7 +14,8 @@ from distsim import simulate
 from distsim.errors import IRError, PlanError, ScheduleError
 from distsim.program.block import Block
 from distsim.schedule import Kind, one_f_one_b, torch_csv, write_csv
-from distsim.schedule.action import HALVES, WAYS, InFlight, WaitsFor, way_of
+from distsim.schedule.action import HALVES, UPDATE_LETTER, WAYS, InFlight, WaitsFor, way_of
+from distsim.schedule.codes import CODES, NO_KIND
 from distsim.simulation.action_times import timed_program
 from distsim.stage_balance import tables
 
@@ -71,7 +73,8 @@ def test_what_knows_some_kinds_refuses_the_others_by_name(monkeypatch):
     monkeypatch.setattr(torch_csv, "_LETTERS", "FIW")
     with pytest.raises(ScheduleError, match=r"^1f1b: torch's tables have no B \(backward\), as of B0@0"):
         write_csv(made)
-    monkeypatch.setattr(tables, "_PHASE_OF", np.array([0, -1, 2, 3, -1, -1, -1, -1]))
+    without = np.where(np.arange(CODES) == Kind.BACKWARD.code, -1, tables._PHASE_OF)
+    monkeypatch.setattr(tables, "_PHASE_OF", without)
     with pytest.raises(ScheduleError, match=r"^1f1b runs B \(backward\), and stages are balanced by"):
         tables.order_of(made)
     plan = "pp=2,microbatches=2,stages=auto"  # which falls back on others where no split fits
@@ -79,22 +82,24 @@ def test_what_knows_some_kinds_refuses_the_others_by_name(monkeypatch):
         simulate("gpt:layers=8,hidden=32,heads=2,seq=16,vocab=64", "dgx-a100", plan, batch=2)
 
 
-def test_the_first_way_that_has_what_is_listed_says_what_is_missing():
+def test_the_shortest_way_that_has_what_is_listed_says_what_is_missing():
     for several in (kinds for count in range(5) for kinds in combinations(Kind, count)):
         letters = {kind.value for kind in several}
         ways = [[kind.value for kind in way_of(sum(kind.bit for kind in several))]]
-        assert ways == ([[*way] for way in WAYS if letters <= {*way}] or [[]])[:1]
+        assert ways == ([[*way] for way in sorted(WAYS, key=len) if letters <= {*way}] or [[]])[:1]
 
 
 def test_a_kind_that_integers_do_not_tell_apart_is_refused():
     """The last code is that of -1, of no action."""
     made = dict(Kind._member_map_)
     try:
-        with pytest.raises(ScheduleError, match="'X' is number 7, and the integers of a schedule tell 7"):
-            for number in range(len(Kind), 8):
-                line = "X" if number == 7 else str(number), "another", "#000000", InFlight(), WaitsFor()
-                Kind._member_map_[line[0]] = Kind._new_member_(Kind, *line)
-        assert len(Kind._member_map_) == 7
+        said = f"is number {NO_KIND}, and the integers of a schedule tell {NO_KIND} kinds"
+        known = {UPDATE_LETTER, *[kind.value for kind in Kind]}
+        with pytest.raises(ScheduleError, match=said):
+            for letter in sorted({*ascii_uppercase} - known):
+                line = letter, "another", "#000000", InFlight(), WaitsFor()
+                Kind._member_map_[letter] = Kind._new_member_(Kind, *line)
+        assert len(Kind._member_map_) == NO_KIND
     finally:
         Kind._member_map_.clear()
         Kind._member_map_.update(made)

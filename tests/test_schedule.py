@@ -24,7 +24,7 @@ from distsim.schedule import (
     one_f_one_b,
     schedule,
 )
-from distsim.schedule.codes import kind_of, number_of
+from distsim.schedule.codes import CODES, NO_KIND, kind_of, number_of
 
 SCHEDULES = ("1f1b", "gpipe")
 SIZES = list(itertools.product(range(1, 9), range(1, 17)))
@@ -270,9 +270,9 @@ def test_a_schedule_is_made_once():
     ("codes", "message"),
     [
         ([[0, -1], [0, -1]], "F0@0 is listed twice"),
-        ([[0, -1], [1, -1], [8, -1]], "rank 0 lists F1@0, but stages are 0..0 and microbatches 0..0"),
-        ([[0, -1], [-7, -1]], "rank 0 lists B-1@0"),
-        ([[0, -1], [1, -15]], "rank 0 lists B-2@0"),
+        ([[0, -1], [1, -1], [CODES, -1]], "rank 0 lists F1@0, but stages are 0..0 and microbatches 0..0"),
+        ([[0, -1], [1 - CODES, -1]], "rank 0 lists B-1@0"),
+        ([[0, -1], [1, 1 - 2 * CODES]], "rank 0 lists B-2@0"),
         ([[1, -1], [0, -1]], "B0@0 waits for F0@0, which rank 0 runs after B0@0"),
         ([[0, 1]], "(F0@0;B0@0) waits for F0@0, which runs beside it;"),
         ([[0, -1], [3, -1], [2, -1]], "W0@0 waits for I0@0, which rank 0 runs after W0@0"),
@@ -295,10 +295,16 @@ def test_wrong_integers_are_refused_by_the_names_of_their_actions(codes, message
 
 
 @pytest.mark.parametrize(
-    ("cell", "code", "kind"), [((6, -1), 6, 6), ((15, -1), 15, 7), ((-1, 0), -1, 7), ((0, -2), -2, 6)]
+    ("cell", "code", "kind"),
+    [
+        ((len(Kind), -1), len(Kind), len(Kind)),
+        ((2 * CODES - 1, -1), 2 * CODES - 1, NO_KIND),
+        ((-1, 0), -1, NO_KIND),
+        ((0, -2), -2, NO_KIND - 1),
+    ],
 )
 def test_codes_of_no_kind_are_refused_by_whoever_looks_at_them(cell, code, kind):
-    rows = [[0, -1], [1, -1]], [[8, -1], [9, -1], cell]
+    rows = [[0, -1], [1, -1]], [[CODES, -1], [CODES + 1, -1], cell]
     made = Schedule.from_codes("mine", 2, 1, [np.array(row) for row in rows])
     for verify in (made.check, partial(issue_order, made), partial(str, made)):
         with pytest.raises(ScheduleError, match=f"mine: rank 1 lists the code {code}, of kind {kind}; kinds"):

@@ -14,7 +14,6 @@ from distsim.report import describe_schedule, plot_schedule
 from distsim.report.output import check_format, check_target, replacing
 from distsim.report.progress import Progress
 from distsim.schedule import FLUSH, SCHEDULES, Kind, Schedule, read_csv, schedule, write_csv
-from distsim.schedule.action import way_of
 from distsim.schedule.catalogue import check_named
 from distsim.simulation.action_times import TIMED, ActionTimes
 from distsim.simulation.schedule_times import time_schedule
@@ -144,7 +143,8 @@ def _named(options: argparse.Namespace, times: ActionTimes) -> Schedule:
     _check_size(math.prod([max(size, 0) for size in sizes]))
     asked = {name: getattr(options, name) for name in _OPTIONS if getattr(options, name) is not None}
     if options.name in SCHEDULES and "seconds" in SCHEDULES[options.name].options:
-        asked["seconds"] = tuple([times.of_kind(kind) for kind in way_of(Kind.BACKWARD_INPUT.bit)])
+        whole = Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT
+        asked["seconds"] = tuple(map(times.of_kind, whole))
         asked["send"] = times.send
     return schedule(options.name, options.stages, options.microbatches, options.chunks, **asked)
 

@@ -155,7 +155,7 @@ def verify_actions(
         there.update(row.outputs)
     kinds = [row.phase for row in rows if row.phase is not None]
     left = [key for key in whole if key not in there]
-    if left and "".join([kind.value for kind in (Kind.FORWARD, *kinds)]) in WAYS:
+    if left and {Kind.FORWARD.value, *[kind.value for kind in kinds]} in map(set, WAYS):
         raise IRError(
             f"{name}: {' and '.join(map(str, rows))} make no {left[0].name!r}, which the backward "
             "pass makes that they stand for"

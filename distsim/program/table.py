@@ -16,6 +16,7 @@ from distsim.cache import Cache
 from distsim.errors import IRError
 from distsim.ir import Function, Value
 from distsim.schedule import FLUSH, Action, IssueOrder, Kind
+from distsim.schedule.action import UPDATE_LETTER
 from distsim.schedule.codes import code_of
 from distsim.schedule.table import Ints
 
@@ -24,7 +25,7 @@ FIRST, SECOND, ONCE, LATEST, EVERY = range(5)
 which its maker ran last; of every one (read only). A version of the weights is of the microbatch after which
 it was made."""
 
-SEND, CONCAT, UPDATE = "Send", "Concat", "U"
+SEND, CONCAT, UPDATE = "Send", "Concat", UPDATE_LETTER
 """Kinds of blocks besides actions: a transfer, the microbatches of an output put together, an update of
 weights or what else runs once."""
 

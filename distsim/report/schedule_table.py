@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 
 from distsim.report.schedule_picture import chunk_of
 from distsim.schedule import FLUSH, Cell, Kind, Schedule
-from distsim.schedule.action import HALVES, way_of
+from distsim.schedule.action import HALVES
 from distsim.schedule.refusals import count
 from distsim.simulation.explain.text import table
 from distsim.simulation.schedule_times import CellTime, ScheduleTimes
@@ -34,7 +34,7 @@ def describe_schedule(found: ScheduleTimes, width: int | None = None) -> str:
         sizes.insert(1, f"{schedule.chunks} stages a rank")
     if schedule.copies > 1:
         sizes[-1] += f" for each of {schedule.copies} copies of the model"
-    forward, first, rest = (times.of_kind(kind) for kind in way_of(Kind.BACKWARD_INPUT.bit))
+    forward, first, rest = map(times.of_kind, (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
     taken = [f"forward {forward:g}, backward {first:g} + {rest:g}"]
     others = sorted(kind for kind in schedule.kinds if kind.runs not in (HALVES, Kind.FORWARD.runs))
     taken += [f"{kind.phase} {times.of_kind(kind):g}" for kind in others]

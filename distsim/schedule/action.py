@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from string import ascii_uppercase
 from typing import NamedTuple
 
 import numpy as np
@@ -13,6 +14,9 @@ import numpy.typing as npt
 
 from distsim.errors import ScheduleError
 from distsim.schedule.codes import CODES, NO_KIND
+
+UPDATE_LETTER = "U"
+"""The letter of updates of weights, which are no actions of a schedule: no kind has it."""
 
 
 class WaitsFor(NamedTuple):
@@ -98,8 +102,10 @@ class Kind(enum.Enum):
         runs: Runs = Runs(),  # noqa: B008
         sums: str = "",
     ) -> Kind:
-        """Make a kind; raises :class:`ScheduleError` for one more than integers tell apart."""
+        """Make a kind; raises :class:`ScheduleError` for a letter that it cannot have, and for a kind more
+        than integers tell apart."""
         made, before = object.__new__(cls), list(cls.__members__.values())
+        cls._check_letter(letter, phase, before)
         made._value_, made.code, made.phase, made.colour = letter, len(before), phase, colour
         made.in_flight, made.waits, made.runs = in_flight, waits, runs
         made.place = [kind.runs.made_by for kind in before].count(runs.made_by)
@@ -113,6 +119,20 @@ class Kind(enum.Enum):
                 "apart; give them another bit (BITS in schedule/codes.py)"
             )
         return made
+
+    @staticmethod
+    def _check_letter(letter: str, phase: str, before: Sequence[Kind]) -> None:
+        other = next((kind.phase for kind in before if kind.value == letter), None)
+        other = "updates of weights" if letter == UPDATE_LETTER else other
+        if other is not None:
+            taken = {UPDATE_LETTER, *[kind.value for kind in before]}
+            free = [each for each in ascii_uppercase if each not in taken]
+            raise ScheduleError(
+                f"the kind {letter!r} ({phase}) has the letter of another, {other}; choose from "
+                f"{', '.join(free)}"
+            )
+        if len(letter) != 1 or letter not in ascii_uppercase:
+            raise ScheduleError(f"the kind {letter!r} ({phase}) has no letter; choose one, A to Z")
 
     @property
     def bit(self) -> int:
@@ -141,23 +161,26 @@ SENDS_BACK = by_code(lambda kind: kind.value in Kind.BACKWARD.waits.after) > 0
 """Which kinds, by code, the backward of the stage before waits for: B and I."""
 
 WAYS = ("FB", "FIW")
-"""The kinds, by letters, that a stage may run of a microbatch: all of one of these, and no other."""
+"""The kinds, by letters, that a stage may run of a microbatch: all of one of these, and no other. Which of
+them comes first tells nothing."""
 
 
+def sum_of(letters: str) -> int:
+    """Return the kinds with these letters as a sum of :attr:`Kind.bit`."""
+    return sum([Kind(letter).bit for letter in letters])
+
+
+@functools.cache
 def way_of(kinds: int) -> tuple[Kind, ...]:
-    """Return the first of :data:`WAYS` with all of a sum of :attr:`Kind.bit`; nothing if none has them.
+    """Return the shortest of :data:`WAYS` with all of a sum of :attr:`Kind.bit`, of equally short ones the
+    first; nothing if none has them.
 
     >>> [kind.value for kind in way_of(Kind.FORWARD.bit + Kind.BACKWARD_WEIGHT.bit)]
     ['F', 'I', 'W']
     """
-    return _WAY_OF[kinds]
+    ways = [letters for letters in WAYS if kinds & ~sum_of(letters) == 0]
+    return tuple(map(Kind, min(ways, key=len, default="")))
 
-
-_WAYS = [tuple(map(Kind, letters)) for letters in WAYS]
-_WAY_OF = [
-    next((way for way in _WAYS if kinds & ~sum([kind.bit for kind in way]) == 0), ())
-    for kinds in range(1 << CODES)
-]
 
 LETTERS = "".join([kind.value for kind in Kind])
 """The letters of all kinds, in their order."""

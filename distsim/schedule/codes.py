@@ -16,8 +16,8 @@ from distsim.compile import anywhere
 
 Code = TypeVar("Code", int, npt.NDArray[np.int64])
 
-BITS = 3
-"""How many bits of a code tell its kind."""
+BITS = 4
+"""How many bits of a code tell its kind: all else that depends on it is derived from here."""
 CODES = 1 << BITS
 """How many codes there are to a number."""
 NO_KIND = CODES - 1
@@ -28,8 +28,8 @@ NO_KIND = CODES - 1
 def kind_of(code: Code) -> Code:
     """Return the kind that a code tells, as :attr:`Kind.code`.
 
-    >>> kind_of(code_of(5, 2)), number_of(code_of(5, 2)), kind_of(-1), number_of(-1)
-    (2, 5, 7, -1)
+    >>> kind_of(code_of(5, 2)), number_of(code_of(5, 2)), kind_of(-1) == NO_KIND, number_of(-1)
+    (2, 5, True, -1)
     """
     return code & NO_KIND
 

@@ -58,7 +58,7 @@ def check_complete(
         if not way_of(kinds):
             clash = " and ".join([str(Action(kind, *place)) for kind in _clash(kinds)])
             raise ScheduleError(f"{name}: lists both {clash}; {_ways()}")
-    missing = len(WAYS[0]) * (num_stages * num_microbatches - len(listed))
+    missing = len(way_of(0)) * (num_stages * num_microbatches - len(listed))
     missing += sum(len(way_of(kinds)) for kinds in listed.values()) - len(seen)
     if missing:
         names = ", ".join(map(str, islice(_missing(num_stages, num_microbatches, listed), 5)))

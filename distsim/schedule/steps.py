@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from distsim.compile import compiled, inner
-from distsim.schedule.action import Kind, by_code, way_of
+from distsim.schedule.action import WAYS, by_code, sum_of
 from distsim.schedule.codes import CODES, kind_of, number_of
 
 
@@ -34,18 +34,15 @@ class Rules(NamedTuple):
     after: Any
 
 
-def _sum(letters: str) -> int:
-    return sum([Kind(letter).bit for letter in letters])
-
-
-_SUMS = range(1 << CODES)
-SUM_OF_KINDS = np.min_scalar_type(_SUMS[-1])
+SUM_OF_KINDS = np.min_scalar_type((1 << CODES) - 1)
 """The smallest integers that hold a sum of kinds: of many microbatches they are looked at all the time."""
+_ARE_A_WAY = np.zeros(1 << CODES, np.bool_)
+_ARE_A_WAY[[sum_of(letters) for letters in WAYS]] = True
 RULES = Rules(
-    np.array([kinds > 0 and kinds == sum([kind.bit for kind in way_of(kinds)]) for kinds in _SUMS]),
-    by_code(lambda kind: _sum(kind.waits.own)),
-    by_code(lambda kind: _sum(kind.waits.before)),
-    by_code(lambda kind: _sum(kind.waits.after)),
+    _ARE_A_WAY,
+    by_code(lambda kind: sum_of(kind.waits.own)),
+    by_code(lambda kind: sum_of(kind.waits.before)),
+    by_code(lambda kind: sum_of(kind.waits.after)),
 )
 
 

@@ -13,7 +13,7 @@ import numpy.typing as npt
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind, by_code, cell_text, way_of
 from distsim.schedule.cells import cells_of, codes_of
-from distsim.schedule.codes import kind_of, number_of
+from distsim.schedule.codes import CODES, kind_of, number_of
 from distsim.schedule.refusals import Ranks, check_complete, check_placement, count, deadlock
 from distsim.schedule.steps import RULES, SUM_OF_KINDS, Listing, run_steps
 from distsim.schedule.weights import FLUSH, Weights, check_weights, versions_held
@@ -86,8 +86,8 @@ class Schedule:
     ) -> Schedule:
         """Make a schedule of integers, [cells, 2] per rank: a cell's first action and its second, or -1.
 
-        The code of an action is (microbatch * num_stages + stage) * 8 + kind, as :attr:`Kind.code`: F 0, B 1.
-        One of no kind is refused as soon as the schedule is verified or looked at.
+        The code of an action is ``code_of(microbatch * num_stages + stage, kind.code)``, with
+        :func:`distsim.schedule.codes.code_of`. One of no kind is refused once the schedule is looked at.
 
         Raises:
             ScheduleError: what is given for a rank is not integers that 64 bits hold.
@@ -390,7 +390,7 @@ def _integers(name: str, rank: int, row: npt.NDArray[Any]) -> Ints:
     if row.size and (row.dtype.kind not in "iu" or not np.can_cast(row.dtype, np.int64)):
         raise ScheduleError(
             f"{name}: the codes of rank {rank} are {row.dtype}, not integers that int64 holds; "
-            "give (microbatch * num_stages + stage) * 8 + kind, or -1 for no second action"
+            f"give (microbatch * num_stages + stage) * {CODES} + kind, or -1 for no second action"
         )
     return np.array(row, np.int64).reshape(-1, 2)
 
