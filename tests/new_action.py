@@ -5,51 +5,22 @@
 
 from __future__ import annotations
 
-import importlib.util
+import ast
 import re
 import sys
 from collections.abc import Sequence
-from importlib.machinery import ModuleSpec, SourceFileLoader
 from pathlib import Path
-from types import CodeType
 
-ACTION = "distsim.schedule.action"
-
-
-class AddedLines(SourceFileLoader):
-    """Loads the file of kinds with the lines of the page: after the last kind, and in place of the ways."""
-
-    lines = ""
-
-    def get_code(self, fullname: str) -> CodeType:
-        source = Path(self.path).read_text(encoding="utf-8")
-        kinds, ways = self.lines.split("\n\n")
-        source, last = re.subn(r"(    BACKWARD_WEIGHT = .*\n)", rf"\g<1>{kinds}\n", source)
-        source, known = re.subn(r"^WAYS = .*\n", ways, source, flags=re.MULTILINE)
-        assert last == known == 1
-        return compile(source, self.path, "exec", dont_inherit=True)
-
-
-class AddedAction:
-    """Finds the file of kinds."""
-
-    @staticmethod
-    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
-        if name != ACTION:
-            return None
-        sys.meta_path.remove(AddedAction)
-        found = importlib.util.find_spec(name)
-        origin = str(found.origin)
-        return importlib.util.spec_from_file_location(name, origin, loader=AddedLines(name, origin))
+from added_kinds import add_kinds
 
 
 def add_action(page: Path, folder: Path) -> None:
-    """Have this process, which has not imported distsim yet, know the kinds of the page and what they run."""
+    """Have this process know the kinds of the page, the ways that it names besides, and what they run."""
     about = page.read_text(encoding="utf-8").partition("\n## An action\n")[2]
-    AddedLines.lines, source = re.findall(r"^```text\n(.*?)^```", about, re.DOTALL | re.MULTILINE)
+    lines, source = re.findall(r"^```text\n(.*?)^```", about, re.DOTALL | re.MULTILINE)
+    kinds, ways = lines.split("\n\n")
     (folder / "on_host.py").write_text(source, encoding="utf-8")
-    sys.meta_path.insert(0, AddedAction)
-    importlib.import_module("distsim.program.passes").__path__.append(str(folder))
+    add_kinds(kinds, ast.literal_eval(ways.removeprefix("WAYS = ")), folder)
 
 
 if __name__ == "__main__":
@@ -73,6 +44,7 @@ from distsim.executor import SequentialExecutor  # noqa: E402
 from distsim.hardware import load_cluster  # noqa: E402
 from distsim.ir import Function, Link, Topology  # noqa: E402
 from distsim.plan import Plan  # noqa: E402
+from distsim.plan_search.bounds.pipeline_bounds import flights  # noqa: E402
 from distsim.plan_search.evaluation import PlanEvaluator, SearchProblem  # noqa: E402
 from distsim.plan_search.run import FixedModel  # noqa: E402
 from distsim.report import describe_schedule  # noqa: E402
@@ -230,6 +202,8 @@ def refusals() -> None:
         "own", Generator(lambda p, m, _: offloaded(schedule("1f1b", p, m), 1), 1, "loop", "own", "own")
     )
     plan = Plan.parse("pp=2,microbatches=4,schedule=own")
+    found = flights(plan)  # between what is copied away and what comes back nothing is held for sure
+    assert found is not None and found.least == (1, 1)
     joint, known = differentiate(small_mlp(layers=8), SGD()), load_cluster("dgx-a100")
     with pytest.raises(
         PlanError, match=r"runs O \(offload\), and stages are balanced by the times of F, B, I, W"

@@ -36,7 +36,7 @@ def describe_schedule(found: ScheduleTimes, width: int | None = None) -> str:
         sizes[-1] += f" for each of {schedule.copies} copies of the model"
     forward, first, rest = map(times.of_kind, (Kind.FORWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT))
     taken = [f"forward {forward:g}, backward {first:g} + {rest:g}"]
-    others = sorted(kind for kind in schedule.kinds if kind.runs not in (HALVES, Kind.FORWARD.runs))
+    others = sorted(kind for kind in schedule.kinds if not _is_pass(kind))
     taken += [f"{kind.phase} {times.of_kind(kind):g}" for kind in others]
     lines = [f"{schedule.name}: {', '.join(sizes)}; {', '.join(taken)}, send {times.send:g}", ""]
     lines += [*_drawing(found, width), "", *_figures(found), "", *_rank_table(found)]
@@ -82,9 +82,11 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
             row.append(str(max(schedule.versions_of(int(stage)) for stage in stages)))
         row += [str(number) for number in found.held[rank : rank + 1]]
         rows.append(row)
+    names = [f"{kind.value} ({kind.phase})" for kind in sorted(schedule.kinds) if _frees(kind)]
     notes = [
         "busy: of the makespan, while the bubble is of the rank span",
-        "in flight: the most pairs of a stage and a microbatch past F and not past B or W",
+        "in flight: the most pairs of a stage and a microbatch past F and not past B or W"
+        + (f", but where {', '.join(names)} freed it" if names else ""),
     ]
     notes += ["until I: past F and not past B or I; pending W: past I and not past W"] if halved else []
     if versions:
@@ -92,6 +94,16 @@ def _rank_table(found: ScheduleTimes) -> list[str]:
         notes.append(f"versions: of the weights, the most; microbatches an update: {every}, in no time here")
     notes += ["in memory: the most at a time, with those that are being copied"] if found.held else []
     return [*table(header, rows), *notes]
+
+
+def _frees(kind: Kind) -> bool:
+    """Whether of what is held something is free before its backward pass where this kind runs."""
+    held = kind.in_flight
+    return bool(held.frees) or (not _is_pass(kind) and min(held.until_i, held.pending_w) < 0)
+
+
+def _is_pass(kind: Kind) -> bool:
+    return kind.runs in (HALVES, Kind.FORWARD.runs)
 
 
 # --- drawing ----------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import ScheduleError
-from distsim.schedule.codes import CODES, NO_KIND
+from distsim.schedule.codes import CODES, NO_KIND, kind_of, number_of
 
 UPDATE_LETTER = "U"
 """The letter of updates of weights, which are no actions of a schedule: no kind has it."""
@@ -34,10 +34,12 @@ class WaitsFor(NamedTuple):
 
 class InFlight(NamedTuple):
     """What an action adds to the activations that are held ``until_i``, that is until B or I, and to what is
-    held from I until W (``pending_w``)."""
+    held from I until W (``pending_w``). What the kinds added that ``frees`` names, by letters, of its
+    microbatch, it makes again: of that nothing is held from the end of these until it runs."""
 
     until_i: int = 0
     pending_w: int = 0
+    frees: str = ""
 
 
 class Runs(NamedTuple):
@@ -155,9 +157,14 @@ def by_code(figure: Callable[[Kind], int]) -> npt.NDArray[np.int64]:
     return found
 
 
+def are_of(letters: str) -> npt.NDArray[np.bool_]:
+    """Return of each kind, by its code, whether it is one of those with these letters."""
+    return by_code(lambda kind: kind.value in letters) > 0
+
+
 SUMS_GRADIENTS = by_code(lambda kind: kind.sums == Kind.BACKWARD.sums) > 0
 """Which kinds, by code, add to the gradients that an update reads: B and W."""
-SENDS_BACK = by_code(lambda kind: kind.value in Kind.BACKWARD.waits.after) > 0
+SENDS_BACK = are_of(Kind.BACKWARD.waits.after)
 """Which kinds, by code, the backward of the stage before waits for: B and I."""
 
 WAYS = ("FB", "FIW")
@@ -165,12 +172,34 @@ WAYS = ("FB", "FIW")
 them comes first tells nothing."""
 
 
+HELD = np.array(
+    [by_code(lambda kind: kind.in_flight.until_i), by_code(lambda kind: kind.in_flight.pending_w)]
+)
+"""[2, codes]: what each kind adds to what is held until I, and pending W."""
+_MADE_AGAIN = [(kind.code, are_of(kind.in_flight.frees)) for kind in Kind if kind.in_flight.frees]
+
+
+def freed_at_once(codes: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_] | None:
+    """Return of which actions what they add is gone when they end, as others make it again; None: of none.
+
+    ``codes`` are all of some stages.
+    """
+    if not _MADE_AGAIN:
+        return None
+    kinds, numbers, found = kind_of(codes), number_of(codes), None
+    for code, frees in _MADE_AGAIN:
+        again = numbers[kinds == code]
+        if again.size:
+            freed = frees[kinds] & np.isin(numbers, again)
+            found = freed if found is None else found | freed
+    return found
+
+
 def sum_of(letters: str) -> int:
     """Return the kinds with these letters as a sum of :attr:`Kind.bit`."""
     return sum([Kind(letter).bit for letter in letters])
 
 
-@functools.cache
 def way_of(kinds: int) -> tuple[Kind, ...]:
     """Return the shortest of :data:`WAYS` with all of a sum of :attr:`Kind.bit`, of equally short ones the
     first; nothing if none has them.
@@ -178,12 +207,43 @@ def way_of(kinds: int) -> tuple[Kind, ...]:
     >>> [kind.value for kind in way_of(Kind.FORWARD.bit + Kind.BACKWARD_WEIGHT.bit)]
     ['F', 'I', 'W']
     """
-    ways = [letters for letters in WAYS if kinds & ~sum_of(letters) == 0]
-    return tuple(map(Kind, min(ways, key=len, default="")))
+    return _WAY_OF.get(kinds, ())
+
+
+def ways_by_sum(ways: Sequence[str]) -> dict[int, tuple[Kind, ...]]:
+    """Return the shortest of some ways, of equally short ones the first, by each sum of kinds that it has."""
+    found: dict[int, tuple[Kind, ...]] = {}
+    for letters in sorted(ways, key=len):
+        sums = [0]
+        for letter in letters:
+            sums += [several + Kind(letter).bit for several in sums]
+        for several in sums:
+            found.setdefault(several, tuple(map(Kind, letters)))
+    return found
+
+
+_WAY_OF = ways_by_sum(WAYS)
 
 
 LETTERS = "".join([kind.value for kind in Kind])
 """The letters of all kinds, in their order."""
+
+
+def check_ways(ways: Sequence[str]) -> None:
+    """Check that in each of some ways a microbatch leaves nothing in flight; raise :class:`ScheduleError`."""
+    for letters in ways:
+        codes = np.array([Kind(letter).code for letter in letters], np.int64)
+        freed = freed_at_once(codes)
+        left: list[int] = HELD[:, codes if freed is None else codes[~freed]].sum(axis=1).tolist()
+        if any(left):
+            raise ScheduleError(
+                f"what runs {', '.join(letters)} leaves {left[0]} in flight until I and {left[1]} pending W; "
+                "say in the lines of its kinds what each adds, and whose that frees which it makes again "
+                "(InFlight)"
+            )
+
+
+check_ways(WAYS)
 
 
 @dataclass(frozen=True, order=True)

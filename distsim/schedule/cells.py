@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import ScheduleError
 from distsim.schedule.action import Action, Cell, Kind
-from distsim.schedule.codes import code_of, kind_of, number_of
+from distsim.schedule.codes import CODES, code_of, kind_of, number_of
 from distsim.schedule.refusals import check_cell
 
 Ints = npt.NDArray[np.int64]
@@ -26,6 +27,23 @@ def codes_of(name: str, rank: int, cells: Sequence[Cell], num_stages: int, num_m
             codes[place] = code_of(action.microbatch * num_stages + action.stage, action.kind.code)
     row.setflags(write=False)
     return row
+
+
+def frozen_codes(name: str, rank: int, row: npt.NDArray[Any]) -> Ints:
+    """Return the codes given for a rank, [cells, 2], to which nobody writes: a copy if somebody could.
+
+    Raises :class:`ScheduleError` for what is not integers; ``np.array([])``, of floats by default, has none.
+    """
+    if row.dtype == np.int64 and row.ndim == 2 and row.shape[1] == 2 and not row.flags.writeable:
+        return row
+    if row.size and (row.dtype.kind not in "iu" or not np.can_cast(row.dtype, np.int64)):
+        raise ScheduleError(
+            f"{name}: the codes of rank {rank} are {row.dtype}, not integers that int64 holds; "
+            f"give (microbatch * num_stages + stage) * {CODES} + kind, or -1 for no second action"
+        )
+    made = np.array(row, np.int64).reshape(-1, 2)
+    made.setflags(write=False)
+    return made
 
 
 def _check_codes(name: str, rank: int, row: Ints) -> None:

@@ -23,11 +23,12 @@ PLACES = 4
 READS_VERSION, UPDATES_AFTER, UPDATES_VERSION = 4, 2, 1
 """What a cell is to the weights without a flush: it reads a version that an update made, an update follows
 it, and that changes a version that an update made."""
-_SUMS = by_code(lambda kind: kind.sums)
+_KINDS = len(Kind)
+_SUMS = by_code(lambda kind: kind.sums)[:_KINDS]
 _SAME = _SUMS[:, None] == _SUMS
-"""[codes, codes]: whether kinds add to the same sums."""
-_LATEST = np.stack([by_code(lambda kind: kind is Kind.FORWARD), SUMS_GRADIENTS, SENDS_BACK])
-"""[columns, codes]: which kinds :attr:`IssueOrder.latest` is of."""
+"""[kinds, kinds]: whether kinds add to the same sums."""
+_LATEST = np.stack([by_code(lambda kind: kind is Kind.FORWARD), SUMS_GRADIENTS, SENDS_BACK])[:, :_KINDS]
+"""[columns, kinds]: which kinds :attr:`IssueOrder.latest` is of."""
 MOST_CANDIDATES = 64
 """How many ways to repeat are tried at a step: an interleaved schedule repeats every p microbatches."""
 
@@ -170,12 +171,13 @@ def _ends(code: Ints, stages: int) -> tuple[Ints, Ints, Ints]:
     :attr:`IssueOrder.latest`."""
     first, last = np.full((2, stages, CODES), -1, np.int64)
     note_ends(code, code_of(max(stages, 1), 0), first.reshape(-1), last.reshape(-1))
-    none = 2 * len(code)
-    begins = np.where(_SAME & (first >= 0)[:, None], first[:, None], none).min(axis=2)
-    place = np.where(_LATEST, last[:, None], -1).max(axis=2, initial=-1)
+    begins, ends = first[:, :_KINDS], last[:, :_KINDS]
+    place = np.where(_LATEST, ends[:, None], -1).max(axis=2, initial=-1)
     latest = np.full(place.shape, -1, np.int64)
     latest[place >= 0] = number_of(code.reshape(-1)[place[place >= 0]]) // max(stages, 1)
-    return begins, np.where(_SAME, last[:, None], -1).max(axis=2), latest
+    begins[:] = np.where(_SAME & (begins >= 0)[:, None], begins[:, None], 2 * len(code)).min(axis=2)
+    ends[:] = np.where(_SAME, ends[:, None], -1).max(axis=2)
+    return first, last, latest
 
 
 def _with_versions(code: Ints, schedule: Schedule, versions: VersionsRead) -> Ints:

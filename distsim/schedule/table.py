@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from distsim.errors import ScheduleError
-from distsim.schedule.action import Action, Cell, Kind, by_code, cell_text, way_of
-from distsim.schedule.cells import cells_of, codes_of
-from distsim.schedule.codes import CODES, kind_of, number_of
+from distsim.schedule.action import HELD, Action, Cell, Kind, cell_text, freed_at_once, way_of
+from distsim.schedule.cells import cells_of, codes_of, frozen_codes
+from distsim.schedule.codes import code_of, kind_of, number_of
 from distsim.schedule.refusals import Ranks, check_complete, check_placement, count, deadlock
 from distsim.schedule.steps import RULES, SUM_OF_KINDS, Listing, run_steps
 from distsim.schedule.weights import FLUSH, Weights, check_weights, versions_held
@@ -22,8 +21,7 @@ Ints = npt.NDArray[np.int64]
 Bools = npt.NDArray[np.bool_]
 
 # What each kind adds to the number of pairs of a stage and a microbatch that are held.
-_UNTIL_I = by_code(lambda kind: kind.in_flight.until_i)
-_PENDING_W = by_code(lambda kind: kind.in_flight.pending_w)
+_UNTIL_I, _PENDING_W = HELD
 _IN_FLIGHT = _UNTIL_I + _PENDING_W
 _NO_CELLS = np.zeros((0, 2), np.int64)
 
@@ -96,9 +94,7 @@ class Schedule:
                one: 1 stage, 1 microbatch
                rank 0: F0 I0 W0
         """
-        rows = [row if _frozen(row) else _integers(name, rank, row) for rank, row in enumerate(codes)]
-        for row in rows:
-            row.setflags(write=False)
+        rows = [frozen_codes(name, rank, row) for rank, row in enumerate(codes)]
         made = cls.__new__(cls)
         made._set(name, num_stages, num_microbatches, len(rows), rank_of, copies, weights)
         object.__setattr__(made, "_codes", tuple(rows))
@@ -248,8 +244,9 @@ class Schedule:
     def in_flight(self, rank: int) -> int:
         """Most pairs of a stage and a microbatch that are past F and not past B, or W, at once on `rank`.
 
-        GPipe holds `m`, 1F1B holds `min(m, p - rank)` (Narayanan et al. 2021, section 2.2). Read off the
-        order on the rank, a pair of actions one after the other.
+        Those whose saved values other kinds free, as their lines say, count while these are there. GPipe
+        holds `m`, 1F1B `min(m, p - rank)` (Narayanan et al. 2021, section 2.2). Read off the order on the
+        rank, a pair of actions one after the other.
 
         Raises:
             ScheduleError: there is no such rank.
@@ -262,7 +259,7 @@ class Schedule:
         Raises:
             ScheduleError: there is no such stage.
         """
-        return int(_IN_FLIGHT[kind_of(self._codes_of(stage))].cumsum().max(initial=0))
+        return _most(self._codes_of(stage), _IN_FLIGHT)
 
     def _codes_of(self, stage: int) -> Ints:
         """Return the codes of the actions of a stage in its order."""
@@ -295,15 +292,18 @@ class Schedule:
         """Most pairs of a stage and a microbatch that are past I and not past W: as :meth:`in_flight`."""
         return self._peak(rank, _PENDING_W)
 
-    def _peak(self, rank: int, change: Ints) -> int:
+    def _peak(self, rank: int, adds: Ints) -> int:
         if not 0 <= rank < self.num_ranks:
             raise ScheduleError(f"{self.name}: no rank {rank}; choose one of 0..{self.num_ranks - 1}")
         if self._codes is None:
-            kinds = np.array([action.kind.code for action in self.actions[rank]], np.int64)
+            codes = np.array([self._code(action) for action in self.actions[rank]], np.int64)
         else:
             codes = self._codes[rank].ravel()
-            kinds = kind_of(codes[codes >= 0])
-        return int(change[kinds].cumsum().max(initial=0))
+            codes = codes[codes >= 0]
+        return _most(codes, adds)
+
+    def _code(self, action: Action) -> int:
+        return code_of(action.microbatch * self.num_stages + action.stage, action.kind.code)
 
     def order(self) -> tuple[tuple[Action, ...], ...]:
         """Actions of all ranks in global steps: what one step holds is independent of each other.
@@ -385,16 +385,10 @@ class Schedule:
         return order, ends_step
 
 
-def _integers(name: str, rank: int, row: npt.NDArray[Any]) -> Ints:
-    """Return a copy of the codes of a rank, [cells, 2]; ``np.array([])``, of floats by default, has none."""
-    if row.size and (row.dtype.kind not in "iu" or not np.can_cast(row.dtype, np.int64)):
-        raise ScheduleError(
-            f"{name}: the codes of rank {rank} are {row.dtype}, not integers that int64 holds; "
-            f"give (microbatch * num_stages + stage) * {CODES} + kind, or -1 for no second action"
-        )
-    return np.array(row, np.int64).reshape(-1, 2)
-
-
-def _frozen(row: Ints) -> bool:
-    """Whether codes can be kept as they are: nobody writes to them."""
-    return row.dtype == np.int64 and row.ndim == 2 and row.shape[1] == 2 and not row.flags.writeable
+def _most(codes: Ints, adds: Ints) -> int:
+    """Return the most that actions hold at once, where kinds add so much; what is gone as one ends counts."""
+    change, freed = adds[kind_of(codes)], freed_at_once(codes)
+    if freed is None:
+        return int(change.cumsum().max(initial=0))
+    left = np.where(freed, 0, change)
+    return int((left.cumsum() + change - left).max(initial=0))

@@ -30,7 +30,7 @@ from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
 from distsim.schedule import FLUSH, SCHEDULES, Kind
 from distsim.schedule import schedule as schedule_named
-from distsim.schedule.action import SENDS_BACK, SUMS_GRADIENTS
+from distsim.schedule.action import HELD, SENDS_BACK, SUMS_GRADIENTS, are_of, freed_at_once
 from distsim.schedule.codes import kind_of, number_of
 from distsim.stage_balance import default_split
 
@@ -86,7 +86,6 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> Flights |
         return None
     if made.copies > 1 or made.pairs_actions or made.weights != FLUSH:
         return None
-    changes = np.array([kind.in_flight for kind in Kind], np.int32)
     each, moments = list[list[int]](), list[npt.NDArray[np.int32]]()
     least, behind, ends_first = list[int](), list[int](), list[bool]()
     for rank, codes in enumerate(made.codes):
@@ -94,7 +93,7 @@ def _flights(name: str, ranks: int, microbatches: int, chunks: int) -> Flights |
         kinds, numbers = kind_of(cells), number_of(cells) % made.num_stages
         stages = [stage for stage, own in enumerate(made.rank_of) if own == rank]
         own = numbers[:, None] == np.array(stages)
-        counts, pending = (np.cumsum(own * change[:, None], axis=0) for change in changes[kinds].T)
+        counts, pending = (np.cumsum(own * change[:, None], axis=0) for change in _held_surely(cells).T)
         summed, fewest = _are_summed(kinds, own), counts.min(axis=1)
         moments.append(_most(np.hstack([counts, pending, summed]).astype(np.int32)))
         least.append(int(fewest.max(initial=0)))
@@ -121,6 +120,28 @@ def _most(moments: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
         found.append(largest)
         moments = moments[(moments > largest).any(axis=1)]
     return np.array(found)
+
+
+_BESIDE = [kind for kind in Kind if kind.runs.stream and max(kind.in_flight[:2]) > 0]
+
+
+def _held_surely(codes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Return what each action of a rank adds to what is held, [actions, 2] as
+    :class:`distsim.schedule.action.InFlight` has it, whenever copies beside computation begin and end.
+
+    What one of them brings back counts, and is gone, with what waits for it.
+    """
+    kinds, numbers, freed = kind_of(codes), number_of(codes), freed_at_once(codes)
+    changes = HELD.T[kinds]
+    if freed is not None:
+        changes[freed] = 0
+    for kind in _BESIDE:
+        brings = kinds == kind.code
+        if brings.any():
+            waits = are_of(kind.waits.holds)[kinds] & np.isin(numbers, numbers[brings])
+            changes[brings] = 0
+            changes[waits] += kind.in_flight[:2]
+    return changes
 
 
 def _are_summed(kinds: npt.NDArray[Any], own: npt.NDArray[Any]) -> npt.NDArray[Any]:

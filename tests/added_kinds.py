@@ -1,0 +1,47 @@
+"""Kinds of actions that distsim has in one process: for scripts that add some before they import it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from pathlib import Path
+from types import CodeType
+
+ACTION = "distsim.schedule.action"
+
+
+class AddedLines(SourceFileLoader):
+    """Loads the file of kinds with more lines after the last kind, and more ways, ahead of what is there."""
+
+    kinds = ""
+    ways: tuple[str, ...] = ()
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = Path(self.path).read_text(encoding="utf-8")
+        source, last = re.subn(r"((?:    [A-Z_]+ = \"[A-Z]\", .*\n)+)", rf"\g<1>{self.kinds}\n", source)
+        source, known = re.subn(r"^WAYS = \(", f"WAYS = (*{self.ways}, ", source, flags=re.MULTILINE)
+        assert last == known == 1
+        return compile(source, self.path, "exec", dont_inherit=True)
+
+
+class AddedKinds:
+    """Finds the file of kinds."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if name != ACTION:
+            return None
+        sys.meta_path.remove(AddedKinds)
+        found = importlib.util.find_spec(name)
+        origin = str(found.origin)
+        return importlib.util.spec_from_file_location(name, origin, loader=AddedLines(name, origin))
+
+
+def add_kinds(kinds: str, ways: Sequence[str], folder: Path) -> None:
+    """Have this process, which has not imported distsim yet, know more kinds, made of what is in a folder."""
+    AddedLines.kinds, AddedLines.ways = kinds, tuple(ways)
+    sys.meta_path.insert(0, AddedKinds)
+    importlib.import_module("distsim.program.passes").__path__.append(str(folder))
