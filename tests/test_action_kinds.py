@@ -12,7 +12,10 @@ import pytest
 
 from distsim import simulate
 from distsim.errors import IRError, PlanError, ScheduleError
+from distsim.ir import Value
+from distsim.ir.type import Float32
 from distsim.program.block import Block
+from distsim.program.links import Maker, Row, verify_actions
 from distsim.schedule import Kind, one_f_one_b, torch_csv, write_csv
 from distsim.schedule.action import HALVES, UPDATE_LETTER, WAYS, InFlight, WaitsFor, way_of
 from distsim.schedule.codes import CODES, NO_KIND
@@ -65,6 +68,17 @@ def test_actions_read_what_is_there_and_make_what_they_stand_for():
         replace(rest, outputs=forward.inputs, accumulated=(), accumulating=None),
     )
     refused("^1f1b: I0@0 and W0@0 make no 'sum0', which the backward pass makes", half, half)
+
+
+def test_a_kind_makes_again_what_it_waits_for_but_no_sum():
+    key, name = Value("x", Float32()), "mine"
+    both = "F0@0 makes 'x', and so does B \\(backward\\) of its stage, before or after it; let its kind wait"
+    with pytest.raises(IRError, match=both):
+        made = {key: Maker(1, 0, Kind.BACKWARD, False)}
+        verify_actions(name, [Row(0, Kind.FORWARD, (), (key,))], (), made)
+    with pytest.raises(IRError, match="B0@0 makes 'x' again, the sum over microbatches to which F"):
+        made = {key: Maker(0, 0, Kind.FORWARD, True)}
+        verify_actions(name, [Row(0, Kind.BACKWARD, (), (key,))], (), made)
 
 
 def test_what_knows_some_kinds_refuses_the_others_by_name(monkeypatch):

@@ -59,6 +59,13 @@ def test_the_action_takes_a_file_and_its_lines(tmp_path):
     assert done.returncode == 0, done.stderr
 
 
+def test_a_kind_that_makes_again_what_another_made(tmp_path):
+    """What is in flight, sent and bounded, in a process whose kinds have it: see ``made_again.py``."""
+    command = [sys.executable, "tests/made_again.py", str(tmp_path)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
 def test_the_preset_is_a_cluster(tmp_path):
     (text,) = blocks(PAGE, "toml")
     path = tmp_path / "half.toml"

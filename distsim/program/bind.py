@@ -273,7 +273,9 @@ class Binder:
         for key in block.makes:
             if key.which == ONCE:
                 continue
-            stage = block.stages[key.which == SECOND]
+            stage, kind = block.stages[key.which == SECOND], Kind(block.kind[key.which == SECOND])
+            if self.parts.is_made_again(stage % self.chain, kind, key.value):
+                continue
             first = stage - stage % self.chain
             targets = [self.rank_of[first + reader] for reader in self.readers.get(key.value, ())]
             for target in dict.fromkeys(targets):

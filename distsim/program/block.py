@@ -67,6 +67,21 @@ class Block:
                 )
 
 
+def with_outputs(block: Block, left: Sequence[bool]) -> Block:
+    """Return the block with the outputs of which ``left`` says that they stay; it runs the same ops."""
+
+    def fewer(values: Sequence[Value]) -> tuple[Value, ...]:
+        return tuple([value for value, stays in zip(values, left, strict=True) if stays])
+
+    function, more = block.function, block.accumulating
+    return replace(
+        block,
+        function=replace(function, outputs=fewer(function.outputs)),
+        outputs=fewer(block.outputs),
+        accumulating=None if more is None else replace(more, outputs=fewer(more.outputs)),
+    )
+
+
 StageBlocks = tuple[Block, Block, tuple[tuple[int, Block], ...]]
 """The blocks of a stage, wherever it runs: forward, backward, updates by round."""
 

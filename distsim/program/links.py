@@ -135,12 +135,13 @@ def verify_actions(
     """Check what actions of a stage read and make, whose blocks something made of the passes of the stages.
 
     What a row reads is made by a row before it, or by what its kind waits for; what it makes is new, or made
-    again of what the passes of its stage make. If the rows stand for the backward pass, they make ``whole``,
-    which are the outputs of that. Raises :class:`IRError` that names who reads or makes what.
+    again of what the passes of its stage make before it, as the line of its kind says. If the rows stand for
+    the backward pass, they make ``whole``, which are the outputs of that. Raises :class:`IRError` that names
+    who reads or makes what.
     """
     there = set[Value]()
     for row in rows:
-        before = [] if row.phase is None else _awaited(row.phase)
+        before = [] if row.phase is None else awaited(row.phase)
         for key in row.inputs:
             maker = makers.get(key)
             if key not in there and (maker is None or not _is_made(maker, row.stage, before)):
@@ -152,6 +153,8 @@ def verify_actions(
             maker = makers.get(key)
             if maker is not None and (maker.stage != row.stage or maker.phase is None):
                 raise IRError(f"{name}: {row} makes {key.name!r}, which is made elsewhere; make a value once")
+            if maker is not None and maker.phase is not None and row.phase is not None:
+                _verify_made_again(name, row, key, maker, row.phase, maker.phase)
         there.update(row.outputs)
     kinds = [row.phase for row in rows if row.phase is not None]
     left = [key for key in whole if key not in there]
@@ -162,7 +165,28 @@ def verify_actions(
         )
 
 
-def _awaited(kind: Kind) -> list[Kind]:
+def _verify_made_again(name: str, row: Row, key: Value, maker: Maker, kind: Kind, first: Kind) -> None:
+    """Check that a kind makes again what it waits for, and that this is in flight then by its line."""
+    if first not in awaited(kind):
+        if any({first.value, kind.value} <= {*letters} for letters in WAYS):
+            raise IRError(
+                f"{name}: {row} makes {key.name!r}, and so does {first.value} ({first.phase}) of its stage, "
+                "before or after it; let its kind wait for that"
+            )
+    elif maker.once:
+        raise IRError(
+            f"{name}: {row} makes {key.name!r} again, the sum over microbatches to which {first.value} "
+            f"({first.phase}) adds; leave it out of what it makes"
+        )
+    elif kind.in_flight.until_i + kind.in_flight.pending_w <= 0:
+        raise IRError(
+            f"{name}: {row} makes {key.name!r} again, of which nothing is left since {first.value} "
+            f"({first.phase}), and adds nothing to what is in flight; say in its line what it adds and, if "
+            f"no other kind does, whose it frees, as InFlight(1, frees={first.value!r})"
+        )
+
+
+def awaited(kind: Kind) -> list[Kind]:
     """Return a kind, those of its stage that it waits for, those for which these wait, and so on."""
     found = [kind]
     for each in found:

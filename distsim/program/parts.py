@@ -10,8 +10,8 @@ from importlib import import_module
 from distsim.errors import IRError, ScheduleError
 from distsim.ir import Function, Mesh, Value, substitute
 from distsim.ops.parts import Shard
-from distsim.program.block import FIRST_CALL, LAST_CALL, ActionBlocks, Block, StageBlocks
-from distsim.program.links import Maker, Row, in_order, makers_of, verify_actions, verify_reads
+from distsim.program.block import FIRST_CALL, LAST_CALL, ActionBlocks, Block, StageBlocks, with_outputs
+from distsim.program.links import Maker, Row, awaited, in_order, makers_of, verify_actions, verify_reads
 from distsim.program.passes.overlap_pairs import interleave
 from distsim.program.weight_versions import WeightVersions, weight_versions
 from distsim.schedule import Kind
@@ -115,13 +115,51 @@ class Parts:
         found = self._made.get(name)
         if found is None:
             found = self.given[name] if name in self.given else _function(name)(self.blocks)
+            kinds = [kind for kind in Kind if kind.runs.made_by == name]
             if self.like is None:
-                kinds = [kind for kind in Kind if kind.runs.made_by == name]
                 for stage, (own, (_, whole, _)) in enumerate(zip(found, self.blocks, strict=True)):
                     rows = [Row(stage, k, b.inputs, b.outputs) for k, b in zip(kinds, own, strict=False)]
                     verify_actions(self.name, rows, whole.outputs, self.makers())
+            if name != HALVES.made_by:  # whose blocks are what stages read
+                found = tuple([self._of_use(stage, kinds, own) for stage, own in enumerate(found)])
             self._made[name] = found
         return found
+
+    def is_made_again(self, stage: int, kind: Kind, key: Value) -> bool:
+        """Whether what a kind makes has been made, and so sent, by one of its stage that it waits for."""
+        maker = self.makers().get(key)
+        if maker is None or maker.phase is None:
+            return False
+        return any(
+            other is maker.phase or (other.runs == HALVES and key in self.part(stage, other).outputs)
+            for other in awaited(kind)[1:]
+        )
+
+    def _of_use(self, stage: int, kinds: Sequence[Kind], own: Sequence[Block]) -> tuple[Block, ...]:
+        """Return the blocks of kinds without what they make again for other stages alone, which have it."""
+        read = {*self.blocks[stage][1].inputs, *[key for block in own for key in block.inputs]}
+        found: list[Block] = []
+        for kind, block in zip(kinds, own, strict=False):
+            left = [
+                key in read or key not in self._sent or not self.is_made_again(stage, kind, key)
+                for key in block.outputs
+            ]
+            found.append(block if all(left) else with_outputs(block, left))
+        return (*found, *own[len(found) :])
+
+    @cached_property
+    def _sent(self) -> frozenset[Value]:
+        """The keys that a pass of another stage reads than makes them."""
+        makers = self.makers()
+        return frozenset(
+            [
+                key
+                for stage, passes in enumerate(self.blocks)
+                for block in passes[:2]
+                for key in block.inputs
+                if key in makers and makers[key].place >= 0 and makers[key].stage != stage
+            ]
+        )
 
     @cached_property
     def _made(self) -> dict[str, ActionBlocks]:
