@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
 from typing import NamedTuple
@@ -133,6 +134,38 @@ def test_workers_find_the_same_also_where_one_is_killed(capsys, monkeypatch, who
 
     monkeypatch.setattr(ProcessPoolExecutor, "submit", kill_first)
     assert run(capsys, *SMALL, "--workers", 2)[0] == whole.out and killed
+
+
+def test_a_worker_that_died_while_it_had_nothing_to_do_is_replaced(capsys, monkeypatch, whole):
+    submit, broken = ProcessPoolExecutor.submit, []
+
+    def broken_first(pool, *task):
+        if not broken:
+            broken.append(pool)
+            raise BrokenProcessPool("died")
+        return submit(pool, *task)
+
+    monkeypatch.setattr(ProcessPoolExecutor, "submit", broken_first)
+    assert run(capsys, *SMALL, "--workers", 2)[0] == whole.out and broken
+
+
+UNGUARDED = """
+import distsim
+model = "gpt:layers=48,hidden=64,heads=2,seq=16,vocab=64"  # over 64 KiB, which a pipe does not hold
+distsim.search(model, "dgx-a100", "dp=8|4,tp=1|2", 16, workers=2, journal="journal.jsonl")
+"""
+
+
+def test_a_script_that_each_process_runs_again_is_told_what_to_do(tmp_path):
+    """Each process imports it, and would search before it has started: the first waited for that forever."""
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    done = subprocess.run([sys.executable, script], cwd=tmp_path, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    said = "a process of a search ended before it had started: put what starts the search under `if __name__"
+    assert said in done.stderr.splitlines()[-1]
+    assert "a process of a search searches itself before it has started: put what" in done.stderr
+    assert "bootstrapping" not in done.stderr and "want of memory" not in done.stderr
 
 
 def test_killed_and_resumed_it_says_the_same(capsys, tmp_path, whole):

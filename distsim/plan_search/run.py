@@ -27,7 +27,7 @@ from distsim.plan_search.results import SearchResult
 from distsim.plan_search.space import ModelTraits, PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import TrainingCosts
 from distsim.plan_search.trial import LATER, TOO_LARGE, PlanTrial
-from distsim.plan_search.workers import PlanUnit, RemoteWorkers, processes_for, workers_for
+from distsim.plan_search.workers import PlanUnit, RemoteWorkers, check_started, processes_for, workers_for
 from distsim.schedule.catalogue import registered
 from distsim.schedule.refusals import count
 from distsim.simulation.trained_step import PeakRate, SearchedStep, model_type
@@ -158,6 +158,8 @@ class SearchRun:
 
     def run(self) -> SearchResult:
         """Return what was found."""
+        asked = processes_for(len(self.plans)) if self.workers is None else self.workers
+        check_started(asked)
         known = self._known()
         evaluator = PlanEvaluator(self.problem)
         own = self._own(evaluator)
@@ -167,7 +169,6 @@ class SearchRun:
             if (why := self._unsuited(plan))
         }
         standing, counts = Standing(), _Counts(time.monotonic())
-        asked = processes_for(len(self.plans)) if self.workers is None else self.workers
         named = registered({parse_schedule(plan.schedule)[0] for plan in self.plans})
         workers = workers_for(self.problem, asked, self.journal, evaluator, named)
         try:

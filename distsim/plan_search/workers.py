@@ -17,7 +17,10 @@ from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Executor, Future
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from importlib import import_module
+from multiprocessing.process import BaseProcess
 from pathlib import Path
+from shutil import rmtree
+from tempfile import mkdtemp
 from typing import Any, Protocol
 from uuid import uuid4
 
@@ -85,6 +88,22 @@ PLANS_OF_A_PROCESS = 50
 def processes_for(plans: int) -> int:
     """Return how many processes are worth starting for so many plans, at most one a core."""
     return max(1, min(os.cpu_count() or 1, plans // PLANS_OF_A_PROCESS))
+
+
+_GUARD = (
+    'put what starts the search under `if __name__ == "__main__":`, as each process imports the script it is '
+    "in, or search with one worker"
+)
+
+
+def check_started(workers: int | RemoteWorkers) -> None:
+    """Check that this process can start so many; raise :class:`SimulationError` if a search is starting it.
+
+    So it is where a script searches with several processes as soon as it is imported, by each of them too.
+    """
+    starting = getattr(multiprocessing.current_process(), "_inheriting", False)
+    if starting and not isinstance(workers, RemoteWorkers) and workers > 1:
+        raise SimulationError(f"a process of a search searches itself before it has started: {_GUARD}")
 
 
 def workers_for(
@@ -173,11 +192,15 @@ class _Processes:
     """Tries units in processes, each in the one that is free; each writes to the journal what it tried."""
 
     def __init__(self, problem: SharedProblem, count: int, journal: Path | None) -> None:
-        self._problem, self._journal = problem, journal
+        self._journal = journal
         # Processes of their own from the start: one that is forked has the locks of threads that it lacks.
         self._before = set(multiprocessing.active_children())
         self._context = multiprocessing.get_context("spawn")
+        # In a file: a process that dies before it has read all that it is given would be waited for.
+        self._folder = Path(mkdtemp(prefix="distsim-"))
+        (self._folder / _PROBLEM).write_bytes(pickle.dumps(problem))
         self._pools = [self._pool() for _ in range(count)]
+        self._started = [set[BaseProcess]() for _ in range(count)]
         self._last: dict[Hashable, int] = {}  # the process that has what a division shares
 
     def run(self, units: Sequence[PlanUnit], standing: Standing) -> Iterator[tuple[int, list[PlanTrial]]]:
@@ -190,7 +213,7 @@ class _Processes:
             while waiting and free:
                 worker = free.pop(0)
                 place = self._next(waiting, units, worker)
-                under_way[self._pools[worker].submit(_run_unit, units[place], standing)] = place, worker
+                under_way[self._submit(worker, units[place], standing)] = place, worker
             for future in wait(under_way, return_when=FIRST_COMPLETED).done:
                 place, worker = under_way.pop(future)
                 free.append(worker)
@@ -198,11 +221,33 @@ class _Processes:
                     yield place, future.result()
                 except BrokenProcessPool:
                     self._pools[worker].shutdown(wait=False)
+                    if self._none_starts(worker, place in died):
+                        raise SimulationError(
+                            f"a process of a search ended before it had started: {_GUARD}"
+                        ) from None
                     if place in died:
                         raise _died(units[place], "twice") from None
                     self._pools[worker] = self._pool()
                     died.add(place)
                     waiting.append(place)
+
+    def _submit(self, worker: int, unit: PlanUnit, standing: Standing) -> Future[list[PlanTrial]]:
+        """Have a process try a unit, or another one in its place if it died while it had nothing to do."""
+        before = set(multiprocessing.active_children())
+        try:
+            future = self._pools[worker].submit(_run_unit, unit, standing)
+        except BrokenProcessPool:
+            self._pools[worker] = self._pool()
+            future = self._pools[worker].submit(_run_unit, unit, standing)
+        self._started[worker] |= set(multiprocessing.active_children()) - before
+        return future
+
+    def _none_starts(self, worker: int, again: bool) -> bool:
+        """Whether no process has begun to try plans, and the last one of a worker ended by itself, or died
+        ``again``: so it is not for want of memory, but for what each imports."""
+        if any(self._folder.glob(f"{_BEGAN}*")):
+            return False
+        return again or any((process.exitcode or 0) > 0 for process in self._started[worker])
 
     def _next(self, waiting: list[int], units: Sequence[PlanUnit], worker: int) -> int:
         """Take out of the places of units that wait what a process had last, or else what no other had."""
@@ -214,13 +259,14 @@ class _Processes:
         return place
 
     def _pool(self) -> ProcessPoolExecutor:
-        return ProcessPoolExecutor(1, self._context, _begin, (self._problem, self._journal))
+        return ProcessPoolExecutor(1, self._context, _begin, (self._folder, self._journal))
 
     def close(self) -> None:
         for pool in self._pools:
             pool.shutdown(wait=False, cancel_futures=True)
         for process in set(multiprocessing.active_children()) - self._before:
             process.terminate()
+        rmtree(self._folder, ignore_errors=True)
 
 
 def _died(unit: PlanUnit, often: str) -> SimulationError:
@@ -234,9 +280,15 @@ _RUNNER: list[_UnitRunner] = []
 """That of a process that was started for it."""
 
 
-def _begin(problem: SharedProblem, journal: Path | None) -> None:
+_PROBLEM, _BEGAN = "problem", "began"
+"""Files of a search: what processes are given to try units of, and one for each that has started."""
+
+
+def _begin(folder: Path, journal: Path | None) -> None:
     """Begin a process of workers; Ctrl-C is left to the one that waits for it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    (folder / f"{_BEGAN}{os.getpid()}").touch()
+    problem: SharedProblem = pickle.loads((folder / _PROBLEM).read_bytes())
     _RUNNER[:] = [_UnitRunner(_evaluator(*problem), journal)]
 
 

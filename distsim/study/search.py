@@ -29,7 +29,7 @@ from distsim.plan_search.run import SearchRun, progress_lines
 from distsim.plan_search.space import PlanSpace, parse_sets
 from distsim.plan_search.training.estimate import OBJECTIVES, TrainingCosts
 from distsim.plan_search.views.cluster_comparison import ClusterComparison
-from distsim.plan_search.workers import RemoteWorkers, dask_workers
+from distsim.plan_search.workers import RemoteWorkers, check_started, dask_workers
 from distsim.report.progress import Progress
 from distsim.schedule.refusals import count
 from distsim.study.arguments import model_given, plan_given, sets_given, taken
@@ -183,6 +183,8 @@ class ClusterSearches:
         Raises :class:`PlanError` where none has any, and before the first what its journal raises.
         """
         any_has, alone = False, len(self.clusters) == 1
+        if self.options.dask is None:
+            check_started(self.options.workers or 1)
         self._check_journals()
         with self._workers() as workers:
             for cluster in self.clusters:
