@@ -17,7 +17,7 @@ from distsim.ir.type import Float32
 from distsim.program.block import Block
 from distsim.program.links import Maker, Row, verify_actions
 from distsim.schedule import Kind, one_f_one_b, torch_csv, write_csv
-from distsim.schedule.action import HALVES, UPDATE_LETTER, WAYS, InFlight, WaitsFor, way_of
+from distsim.schedule.action import HALVES, UPDATE_LETTER, WAYS, InFlight, Runs, WaitsFor, way_of
 from distsim.schedule.codes import CODES, NO_KIND
 from distsim.simulation.action_times import timed_program
 from distsim.stage_balance import tables
@@ -44,6 +44,25 @@ def test_every_kind_runs_a_part_of_a_program_and_one_that_does_not_is_named(monk
     monkeypatch.setattr(Kind.BACKWARD, "place", 2)
     with pytest.raises(ScheduleError, match=r"^1f1b: no part of a program is what B \(backward\) runs;"):
         program.table()
+
+
+@pytest.mark.parametrize(
+    ("made_by", "lacks"),
+    [
+        ("nowhere.halves", r"of which there is no file nowhere\.py in distsim/program/passes"),
+        ("backward_halves.nothing", "which has no function 'nothing'"),
+        ("backward_halves", "which has no function ''"),
+    ],
+)
+def test_what_makes_no_blocks_is_named_with_its_kinds(made_by, lacks, monkeypatch):
+    for kind in (Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT):
+        monkeypatch.setattr(kind, "runs", Runs(made_by))
+    program, _ = timed_program(one_f_one_b(2, 1))
+    said = (
+        rf"what I \(.*\) and W \(.*\) runs is made by '{made_by}' of distsim\.program\.passes\..*, {lacks};"
+    )
+    with pytest.raises(ScheduleError, match=said):
+        program.parts.part(0, Kind.BACKWARD_INPUT)
 
 
 def test_actions_read_what_is_there_and_make_what_they_stand_for():

@@ -9,7 +9,7 @@ from cli_cases import run
 
 from distsim.cli import main
 from distsim.commands.schedule import MOST_PAIRS
-from distsim.schedule import read_csv, schedule, write_csv
+from distsim.schedule import read_csv, schedule, torch_csv, write_csv
 
 DATA = Path(__file__).parent / "data" / "schedules"
 
@@ -46,6 +46,30 @@ def test_a_schedule_is_printed_drawn_and_written(capsys, tmp_path):
     again, _ = run(capsys, "schedule", "--schedule-csv", table)
     assert again.splitlines()[1:] == out.splitlines()[1:-2]
     assert again.startswith("table: 4 ranks, 2 stages a rank, 8 microbatches;")
+
+
+def test_what_is_no_table_is_drawn_before_it_is_refused(capsys, monkeypatch, tmp_path):
+    table, plot = tmp_path / "table.csv", tmp_path / "plot.svg"
+    monkeypatch.setattr(torch_csv, "_LETTERS", "FIW")
+    sizes = ("--stages", 2, "--microbatches", 2, "--csv", table, "--plot", plot)
+    assert main([*map(str, ("schedule", "1f1b", *sizes))]) == 2
+    said = capsys.readouterr()
+    assert said.out.endswith(f"schedule: {plot}\n") and plot.exists() and not table.exists()
+    assert "torch's tables have no B (backward)" in said.err and "table:" not in said.out
+
+
+@pytest.mark.parametrize(
+    ("unit", "sizes"),
+    [(0.5, (1, 2)), (0.5, (2, 4)), (0.25, (1, 4)), (1, (4, 8)), (0.125, (2, 2)), (1e-6, (2, 2))],
+)
+def test_times_above_a_schedule_stand_apart(capsys, unit, sizes):
+    times = [
+        each for name in ("forward", "backward-input", "backward-weight") for each in (f"--{name}", unit)
+    ]
+    out, _ = run(capsys, "schedule", "zb_h1", "--stages", sizes[0], "--microbatches", sizes[1], *times)
+    shown = [float(each) for each in out.splitlines()[2].split()]
+    assert len(shown) > 1 and shown[0] == 0
+    assert all(time == pytest.approx(place * shown[1]) for place, time in enumerate(shown))
 
 
 def test_a_schedule_is_searched_for_the_times_that_are_given(capsys, tmp_path):

@@ -101,19 +101,30 @@ def run(options: argparse.Namespace) -> int:
     found = progress.run("simulating", lambda: time_schedule(chosen, times, options.together))
     width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
     say(describe_schedule(found, width))
-    if options.csv:
-        with replacing(options.csv) as file:
-            file.write(write_csv(chosen).encode("ascii"))
-        say(f"table: {options.csv}")
-        if chosen.weights != FLUSH:
-            complain(
-                f"note: a table says no more than the order: read from {options.csv}, {chosen.name} has one "
-                "update, after the last backward"
-            )
+    refused = _written(chosen, options.csv) if options.csv else None
     if options.plot:
         progress.run(f"drawing {options.plot}", lambda: plot_schedule(found, options.plot))
         say(f"schedule: {options.plot}")
+    if refused is not None:
+        raise refused
     return 0
+
+
+def _written(chosen: Schedule, path: Path) -> ScheduleError | None:
+    """Write a schedule as a table; return why it is none, for what else is asked for to be written first."""
+    try:
+        table = write_csv(chosen)
+    except ScheduleError as error:
+        return error
+    with replacing(path) as file:
+        file.write(table.encode("ascii"))
+    say(f"table: {path}")
+    if chosen.weights != FLUSH:
+        complain(
+            f"note: a table says no more than the order: read from {path}, {chosen.name} has one "
+            "update, after the last backward"
+        )
+    return None
 
 
 def _chosen(options: argparse.Namespace, times: ActionTimes) -> Schedule:

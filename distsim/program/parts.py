@@ -10,6 +10,7 @@ from importlib import import_module
 from distsim.errors import IRError, ScheduleError
 from distsim.ir import Function, Mesh, Value, substitute
 from distsim.ops.parts import Shard
+from distsim.program import passes
 from distsim.program.block import FIRST_CALL, LAST_CALL, ActionBlocks, Block, StageBlocks, with_outputs
 from distsim.program.links import Maker, Row, awaited, in_order, makers_of, verify_actions, verify_reads
 from distsim.program.passes.overlap_pairs import interleave
@@ -114,8 +115,8 @@ class Parts:
         """
         found = self._made.get(name)
         if found is None:
-            found = self.given[name] if name in self.given else _function(name)(self.blocks)
             kinds = [kind for kind in Kind if kind.runs.made_by == name]
+            found = self.given[name] if name in self.given else _function(name, kinds)(self.blocks)
             if self.like is None:
                 for stage, (own, (_, whole, _)) in enumerate(zip(found, self.blocks, strict=True)):
                     rows = [Row(stage, k, b.inputs, b.outputs) for k, b in zip(kinds, own, strict=False)]
@@ -302,10 +303,27 @@ class Parts:
         return in_order(rows)
 
 
-def _function(name: str) -> Callable[[Sequence[StageBlocks]], ActionBlocks]:
-    """Return a function of ``distsim/program/passes``, by module and name."""
-    module, _, function = name.partition(".")
-    return getattr(import_module(f"distsim.program.passes.{module}"), function)
+def _function(name: str, kinds: Sequence[Kind]) -> Callable[[Sequence[StageBlocks]], ActionBlocks]:
+    """Return a function of ``distsim/program/passes``, by module and name, that makes what kinds run.
+
+    Raises :class:`ScheduleError` where there is none.
+    """
+    short, _, function = name.partition(".")
+    module = f"{passes.__name__}.{short}"
+    try:
+        found = getattr(import_module(module), function, None)
+        lacks = "" if found else f"which has no function {function!r}"
+    except ModuleNotFoundError as error:
+        if error.name != module:  # something that it imports
+            raise
+        found, lacks = None, f"of which there is no file {short}.py in distsim/program/passes"
+    if found is None:
+        lines = " and ".join([f"{kind.value} ({kind.phase})" for kind in kinds])
+        raise ScheduleError(
+            f"what {lines} runs is made by {name!r} of {module}, {lacks}; name in its line what makes it, as "
+            f"Runs({HALVES.made_by!r}) does (schedule/action.py)"
+        )
+    return found
 
 
 def _each(stage: StageBlocks) -> list[Block]:

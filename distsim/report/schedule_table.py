@@ -168,10 +168,11 @@ def _column(moment: float, unit: float) -> int:
 
 def _ruler(columns: int, cell_width: int, unit: float) -> str:
     """Return the times of some columns, each above where it begins."""
-    step = next(n for n in _STEPS if n * cell_width > len(f"{columns * unit:g}"))
+    times = [f"{column * unit:g}" for column in range(columns + 1)]
+    step = next(n for n in _STEPS if n * cell_width > max(map(len, times[::n])))
     line = ""
     for column in range(0, columns + 1, step):
-        line = line.ljust(column * cell_width) + f"{column * unit:g}"
+        line = line.ljust(column * cell_width) + times[column]
     return line
 
 
