@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from random import Random
 
-from distsim.schedule import Action, Kind, Schedule, gpipe, one_f_one_b
+from distsim.schedule import Action, Kind, Schedule, example, gpipe, one_f_one_b
 
 FORWARD, BACKWARD = Kind.FORWARD, Kind.BACKWARD
 
@@ -61,6 +61,12 @@ def warmed_up(rng: Random, stages: int, microbatches: int) -> Schedule:
             tasks.append(Action(BACKWARD, stage, m))
         ranks.append(tuple(tasks))
     return Schedule("warmed up", stages, microbatches, tuple(reversed(ranks)))
+
+
+def copies_to_host(name: str) -> bool:
+    """Whether a schedule of the catalogue takes devices that have a link to their host."""
+    made = example(name)
+    return made is not None and any(kind.runs.stream for kind in made.kinds)
 
 
 SCHEDULES = {

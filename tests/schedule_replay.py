@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from distsim.schedule import Action, Schedule
+from distsim.schedule import Action, Kind, Schedule
 
 
 def replay(
@@ -17,9 +17,9 @@ def replay(
 ) -> tuple[float, float]:
     """Return the makespan, and the longest time from a rank's first start to its last end.
 
-    ``seconds`` are of F, I and W, of every stage or [stages, 3]; B takes as long as I and W. A message
-    between ranks arrives ``send`` after the action that makes it and occupies nobody. A pair runs in turn,
-    or, ``atomic``, starts when both can and gives both results at its end.
+    ``seconds`` are of F, I and W, of every stage or [stages, 3]; B takes as long as I and W, all else
+    nothing. A message between ranks arrives ``send`` after the action that makes it and occupies nobody. A
+    pair runs in turn, or, ``atomic``, starts when both can and gives both results at its end.
     """
     stages, rank_of = made.num_stages, made.rank_of
     takes = [
@@ -47,7 +47,7 @@ def replay(
                 for need in inputs:
                     start = max(start, end[need] + send * (rank_of[need.stage] != rank))
                 first[rank] = start if first[rank] < 0 else first[rank]
-                free[rank] = start + sum(takes[action.stage][action.kind.value] for action in cell)
+                free[rank] = start + sum(takes[action.stage].get(action.kind.value, 0.0) for action in cell)
                 end.update(dict.fromkeys(cell, free[rank]))
                 left -= 1
         assert left < before, "deadlock"
@@ -58,6 +58,7 @@ def peaks(made: Schedule) -> tuple[list[int], list[int], list[int]]:
     """Return per rank the most pairs in flight, until I, and pending W, written apart from Schedule."""
     found: tuple[list[int], list[int], list[int]] = ([], [], [])
     for actions in made.actions:
+        again = {(a.stage, a.microbatch) for a in actions if "F" in a.kind.in_flight.frees}
         held: tuple[set, set, set] = (set(), set(), set())
         most = [0, 0, 0]
         for action in actions:
@@ -67,7 +68,11 @@ def peaks(made: Schedule) -> tuple[list[int], list[int], list[int]]:
                     held[which].add(pair)
                 elif action.kind.value in ends:
                     held[which].discard(pair)
+                elif action.kind.value not in "FBIW" and which < 2:
+                    (held[which].add if action.kind.in_flight.until_i > 0 else held[which].discard)(pair)
                 most[which] = max(most[which], len(held[which]))
+                if action.kind is Kind.FORWARD and pair in again:
+                    held[which].discard(pair)
         for which in range(3):
             found[which].append(most[which])
     return found

@@ -11,7 +11,7 @@ from training_models import mesh_of, small_gpt, small_mlp, tied
 
 from distsim.compose import build_program
 from distsim.errors import ScheduleError
-from distsim.ir import Function
+from distsim.ir import Function, Link
 from distsim.plan import Plan
 from distsim.program.program import Program
 from distsim.schedule import SCHEDULES, Kind, Schedule, schedule
@@ -44,7 +44,8 @@ def order_of(name: str, ranks: int, microbatches: int) -> Schedule:
 
 def program_of(model: str, order: Schedule, dp: int = 1, **layout) -> Program:
     plan = Plan(dp, 1, order.num_ranks, order.num_microbatches * order.copies, **layout)
-    return build_program(joint_of(model), mesh_of(dp, 1, order.num_ranks), plan, None, order)
+    mesh = mesh_of(dp, 1, order.num_ranks, Link(25e9))
+    return build_program(joint_of(model), mesh, plan, None, order)
 
 
 def described(use: MemoryUse) -> tuple:

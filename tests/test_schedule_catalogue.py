@@ -22,6 +22,7 @@ from distsim.schedule import (
     FLUSH,
     SCHEDULES,
     Generator,
+    Kind,
     Schedule,
     WarmUp,
     Weights,
@@ -133,7 +134,8 @@ def test_every_size_makes_a_schedule_that_runs_or_is_refused(name, p, m, v):
     down = [*range(p)] * v if SCHEDULES[name].placement == "loop" else [*range(p), *range(p)[::-1]]
     assert list(made.rank_of) == down
     assert schedule(name, p, m, v) is made
-    assert read_csv(write_csv(made), name, made.copies, made.weights) == made
+    if made.kinds <= {*map(Kind, "FBIW")}:  # those that torch has
+        assert read_csv(write_csv(made), name, made.copies, made.weights) == made
     makespan, span = replay(made)
     assert span >= 3 * made.num_microbatches * v and makespan >= span
     assert peaks(made) == tuple(

@@ -20,6 +20,7 @@ from distsim.ir import (
     Function,
     FunctionMaker,
     Int64,
+    Link,
     Literal,
     Mesh,
     Role,
@@ -248,8 +249,9 @@ def topology_of(count: int, gbps: float = 100.0, **device: float) -> Topology:
     return topology
 
 
-def mesh_of(dp: int = 1, tp: int = 1, pp: int | None = None) -> Mesh:
-    return RankAxes.of(dp, tp).mesh([Device(i, "gpu") for i in range(dp * tp * (pp or 1))], pp)
+def mesh_of(dp: int = 1, tp: int = 1, pp: int | None = None, host_link: Link | None = None) -> Mesh:
+    devices = [Device(i, "gpu", host_link=host_link) for i in range(dp * tp * (pp or 1))]
+    return RankAxes.of(dp, tp).mesh(devices, pp)
 
 
 def laid_out(

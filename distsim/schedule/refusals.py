@@ -67,7 +67,7 @@ def check_complete(
 
 
 def _ways() -> str:
-    ways = [f"{', '.join(letters[:-1])} and {letters[-1]}" for letters in WAYS]
+    ways = [f"{', '.join(letters[:-1])} and {letters[-1]}" for letters in sorted(WAYS, key=len)]
     return f"a stage runs {', or '.join(ways)}, of every microbatch"
 
 
