@@ -30,7 +30,15 @@ from distsim.plan import Plan, parse_schedule, parse_stages
 from distsim.plan_search.bounds.layer_figures import LayerPassage, LayerWork, StageWork
 from distsim.schedule import FLUSH, SCHEDULES, Kind
 from distsim.schedule import schedule as schedule_named
-from distsim.schedule.action import HELD, SENDS_BACK, SUMS_GRADIENTS, are_of, freed_at_once
+from distsim.schedule.action import (
+    HALVES,
+    HELD,
+    SENDS_BACK,
+    SUMS_GRADIENTS,
+    InFlight,
+    are_of,
+    freed_at_once,
+)
 from distsim.schedule.codes import kind_of, number_of
 from distsim.stage_balance import default_split
 
@@ -122,6 +130,10 @@ def _most(moments: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     return np.array(found)
 
 
+_UNSAID = [
+    kind for kind in Kind if kind.runs not in (HALVES, Kind.FORWARD.runs) and kind.in_flight == InFlight()
+]
+"""Kinds that are no passes and say nothing of what they hold: one may make again what another holds."""
 _BESIDE = [kind for kind in Kind if kind.runs.stream and max(kind.in_flight[:2]) > 0]
 
 
@@ -129,12 +141,15 @@ def _held_surely(codes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
     """Return what each action of a rank adds to what is held, [actions, 2] as
     :class:`distsim.schedule.action.InFlight` has it, whenever copies beside computation begin and end.
 
-    What one of them brings back counts, and is gone, with what waits for it.
+    What one of them brings back counts, and is gone, with what waits for it. Nothing counts of microbatches
+    with a kind that does not say what it adds: where it does add, plans are refused, but as they are built.
     """
     kinds, numbers, freed = kind_of(codes), number_of(codes), freed_at_once(codes)
     changes = HELD.T[kinds]
     if freed is not None:
         changes[freed] = 0
+    for kind in _UNSAID:
+        changes[np.isin(numbers, numbers[kinds == kind.code])] = 0
     for kind in _BESIDE:
         brings = kinds == kind.code
         if brings.any():
