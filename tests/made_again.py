@@ -70,6 +70,7 @@ from dataclasses import replace  # noqa: E402
 
 import pytest  # noqa: E402
 from training_models import (  # noqa: E402
+    Maker,
     assert_all_readers_agree,
     assert_same_step,
     random_inputs,
@@ -162,6 +163,29 @@ def steps() -> None:
                 }
 
 
+def kept_and_sent() -> None:
+    """What its backward pass reads, and the next stage too, is kept, as it is sent, and not made again."""
+    make = Maker("tanh")
+    value, target = make.data("x", 8, 8), make.data("target", 8, 8)
+    values = [value]
+    for layer in range(4):  # the third adds what the first makes
+        product = make("MatMul", values[-1], make.parameter(f"w{layer}", 8, 8))
+        values.append(make("Tanh", make("Add", product, values[1]) if layer == 2 else product))
+    joint = differentiate(make.end(make("Loss", values[-1], target, N=8)), SGD())
+    topology, inputs = load_cluster("dgx-a100"), random_inputs(joint)
+    order = again(schedule("1f1b", 2, 4), "R")
+    plan, costs = Plan.parse("pp=2,microbatches=4,schedule=table"), CostModel(topology)
+    program = parallelize(joint, plan, topology, costs, schedule=order)
+    first, second = program.stages
+    (sent,) = {*first.forward.outputs} & {*first.backward.inputs} & {*second.forward.inputs}
+    assert sent not in program.parts.part(0, Kind("R")).outputs
+    assert_same_step(joint, program, inputs, SequentialExecutor().compute(joint, inputs))
+    assert_all_readers_agree(program, costs)
+    table = program.table()
+    sends = [table.blocks[block] for block, _, _ in table.rows() if table.blocks[block].kind == "Send"]
+    assert sum(block.reads[0].value == sent for block in sends) == 4
+
+
 def gpipe_again(ranks: int, microbatches: int, _: int) -> Schedule:
     return again(schedule("gpipe", ranks, microbatches), "S")
 
@@ -204,5 +228,6 @@ def refusals() -> None:
 if __name__ == "__main__":
     held()
     steps()
+    kept_and_sent()
     searches()
     refusals()

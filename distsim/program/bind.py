@@ -273,9 +273,7 @@ class Binder:
         for key in block.makes:
             if key.which == ONCE:
                 continue
-            stage, kind = block.stages[key.which == SECOND], Kind(block.kind[key.which == SECOND])
-            if self.parts.is_made_again(stage % self.chain, kind, key.value):
-                continue
+            stage = block.stages[key.which == SECOND]
             first = stage - stage % self.chain
             targets = [self.rank_of[first + reader] for reader in self.readers.get(key.value, ())]
             for target in dict.fromkeys(targets):

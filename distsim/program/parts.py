@@ -121,32 +121,31 @@ class Parts:
                 for stage, (own, (_, whole, _)) in enumerate(zip(found, self.blocks, strict=True)):
                     rows = [Row(stage, k, b.inputs, b.outputs) for k, b in zip(kinds, own, strict=False)]
                     verify_actions(self.name, rows, whole.outputs, self.makers())
-            if name != HALVES.made_by:  # whose blocks are what stages read
-                found = tuple([self._of_use(stage, kinds, own) for stage, own in enumerate(found)])
+            if name != HALVES.made_by:
+                found = tuple([self._made_first(stage, kinds, own) for stage, own in enumerate(found)])
             self._made[name] = found
         return found
 
-    def is_made_again(self, stage: int, kind: Kind, key: Value) -> bool:
-        """Whether what a kind makes has been made, and so sent, by one of its stage that it waits for."""
-        maker = self.makers().get(key)
-        if maker is None or maker.phase is None:
-            return False
-        return any(
-            other is maker.phase or (other.runs == HALVES and key in self.part(stage, other).outputs)
-            for other in awaited(kind)[1:]
-        )
+    def _made_first(self, stage: int, kinds: Sequence[Kind], own: Sequence[Block]) -> tuple[Block, ...]:
+        """Return the blocks of kinds without what they make again that another stage reads.
 
-    def _of_use(self, stage: int, kinds: Sequence[Kind], own: Sequence[Block]) -> tuple[Block, ...]:
-        """Return the blocks of kinds without what they make again for other stages alone, which have it."""
-        read = {*self.blocks[stage][1].inputs, *[key for block in own for key in block.inputs]}
+        Who made it first has sent it, and holds it for its own stage too.
+        """
         found: list[Block] = []
         for kind, block in zip(kinds, own, strict=False):
             left = [
-                key in read or key not in self._sent or not self.is_made_again(stage, kind, key)
-                for key in block.outputs
+                key not in self._sent or not self._is_made_again(stage, kind, key) for key in block.outputs
             ]
             found.append(block if all(left) else with_outputs(block, left))
         return (*found, *own[len(found) :])
+
+    def _is_made_again(self, stage: int, kind: Kind, key: Value) -> bool:
+        """Whether what a kind makes has been made by one of its stage that it waits for."""
+        first = self.makers()[key].phase
+        return any(
+            other is first or (other.runs == HALVES and key in self.part(stage, other).outputs)
+            for other in awaited(kind)[1:]
+        )
 
     @cached_property
     def _sent(self) -> frozenset[Value]:
