@@ -248,7 +248,7 @@ def test_nodes_that_aws_joins_have_the_links_of_its_adapters():
     links = (("H100-SXM5-80GB", "EFA (p5, assumed)"), ("B200", "EFAv4"), ("A100-SXM4-80GB", "EFA p4de"))
     for gpu, text in links:
         case = case_of(row | {"hw_gpu": gpu, "inter_link": text})
-        assert case.topology().levels[-1].link.latency == pytest.approx(205e-6)
+        assert case.topology().levels[-1].link.latency == pytest.approx(203e-6)
         assert ("the link between nodes" in case.assumed) == ("assumed" in text)
     assert case_of(row | {"inter_link": "InfiniBand"}).topology().levels[-1].link.latency < 20e-6
 

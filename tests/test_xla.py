@@ -1,6 +1,8 @@
 """What XLA launches: sums of rows end a kernel, operands of 8 bits are turned, scans copy what they save."""
 
+import gc
 from functools import cache
+from weakref import ref
 
 import pytest
 from precision_models import small_gpt
@@ -15,12 +17,14 @@ from training_models import (
 
 from distsim.compose import parallelize
 from distsim.interpret import SequentialExecutor
-from distsim.ir import all_ops, callees
-from distsim.ops import op_label, signature_of, work
+from distsim.ir import BFloat16, Float32, FunctionMaker, Tensor, all_ops, callees
+from distsim.ops import op_label, operator, signature_of, work
+from distsim.ops.onnx_bridge import type_number
 from distsim.ops.operator import read_again
 from distsim.plan import Plan
 from distsim.transforms import SGD, differentiate, precision_named
 from distsim.transforms.kernels import KERNELS, fuse
+from distsim.transforms.kernels.fusion import kernel_of
 
 XLA = ("xla", "xla_2021", "xla_te")
 
@@ -32,9 +36,10 @@ def again(name, model, op_type):
         for op in each.ops:
             for part in op.subfunctions[0].ops if op.op_type == "Kernel" else (op,):
                 if part.op_type == op_type:
-                    most = max(value.type.size for value in part.inputs)
-                    once = sum(value.type.nbytes for value in part.inputs if value.type.size == most)
-                    found.add(read_again(signature_of(part)) / once)
+                    types = [value.type for value in part.inputs]
+                    most = max(type_.size for type_ in types)
+                    once = sum(type_.nbytes for type_ in types if type_.size == most)
+                    found.add(read_again(part.attributes, types) / once)
     return found
 
 
@@ -63,7 +68,8 @@ def test_a_kernel_reads_again_what_its_parts_do(name):
         for op in each.ops:
             if op.op_type != "Kernel":
                 continue
-            more = sum(read_again(signature_of(part)) for part in op.subfunctions[0].ops)
+            parts = op.subfunctions[0].ops
+            more = sum(read_again(part.attributes, [value.type for value in part.inputs]) for part in parts)
             once = sum(value.type.nbytes for value in op.inputs)
             if "updated" not in op.attributes:  # kernels of updates are several
                 assert work(signature_of(op)).bytes_read == once + more
@@ -114,13 +120,13 @@ def copies_of(program):
     copied = products = 0
     for call in [op for op in forward.ops if op.is_call]:
         made = {v: op for op in call.callee.ops for v in op.outputs}
-        sources = [made.get(v) for v in call.callee.outputs]
-        copied += sum(op.inputs[0].type.nbytes for op in sources if op and op.op_type == "CopyIn")
-        products += sum(
-            value.type.nbytes
-            for value, op in zip(call.callee.outputs, sources, strict=True)
-            if op is not None and (work(signature_of(op)) or 0) and work(signature_of(op)).matrix
-        )
+        for value in call.callee.outputs:
+            op = made.get(value)
+            copied += value.type.nbytes if op and op.op_type == "CopyIn" else 0
+            while op is not None and operator(op.op_type).view:
+                op = made.get(op.inputs[0])
+            demand = None if op is None else work(signature_of(op))
+            products += value.type.nbytes if demand is not None and demand.matrix else 0
     return copied, products
 
 
@@ -145,3 +151,44 @@ def test_what_nothing_repeats_is_no_scan():
     joint = differentiate(small_llama(layers=1), SGD())
     program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS["xla"])
     assert "CopyIn" not in {op.op_type for op in all_ops(program.to_function())}
+
+
+def test_layers_without_copies_are_forgotten_with_their_function():
+    joint = differentiate(small_llama(), SGD())
+    program = parallelize(joint, Plan.parse("dp=1,remat=full"), topology_of(1), kernels=KERNELS["xla"])
+    layer = ref(next(op.callee for op in program.parts.blocks[0][0].function.ops if op.is_call))
+    del joint, program
+    gc.collect()
+    assert layer() is None
+
+
+@pytest.mark.parametrize(
+    ("scaling", "again", "read"), [("delayed", 1, 1), ("tensorwise", 0, 1), ("rowwise", 1, 4)]
+)
+def test_casts_are_read_as_their_scales_are_made(scaling, again, read):
+    """A largest element that is an op is that kernel; scales of columns are made where operands are turned."""
+    joint = differentiate(small_gpt(), SGD(), precision=precision_named(f"fp8:scaling={scaling}"))
+    program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS["xla"])
+    ops = {id(op): op for op in all_ops(program.to_function())}.values()
+    casts = [op for op in ops if op.op_type == "Float8Cast"]
+    turns = [op for op in ops if op.op_type == "Float8Turn"]
+    assert casts and {op.attributes.get("again", 0) for op in casts} == {again}
+    assert turns and {work(signature_of(op)).bytes_read / op.inputs[0].type.size for op in turns} == {read}
+    if scaling == "tensorwise":
+        assert "Float8Amax" in {op.op_type for op in ops}
+
+
+def test_casts_that_write_both_ways_are_not_turned():
+    joint = differentiate(small_gpt(), SGD(), precision=precision_named("fp8:scaling=blockwise"))
+    program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS["xla"])
+    assert "Float8Turn" not in {op.op_type for op in all_ops(program.to_function())}
+
+
+def test_what_is_cast_within_a_kernel_is_read_again_as_it_lies():
+    """A softmax of 16 bits, computed in 32: 2 more reads of 2 bytes."""
+    maker = FunctionMaker("wide")
+    x = maker.add_input_value("x", Tensor(BFloat16(), (4, 8)))
+    wide = maker.add("Cast", [x], {"to": type_number(Float32())})[0]
+    maker.add("Softmax", [wide], {"axis": -1, "again": 2})
+    op = kernel_of(maker.ops, maker.ops[-1].outputs)
+    assert work(signature_of(op)).bytes_read == 3 * 2 * 32

@@ -1,7 +1,8 @@
 """What a collective costs, in seconds, by alpha-beta formulas on the links that it crosses.
 
 ``nbytes`` (S below) is always the size of the *whole* tensor, n the number of ranks, B the achieved
-bytes/s and a the latency of the slowest link between consecutive ranks, the last and the first included:
+bytes/s of the slowest link between consecutive ranks, and a the mean latency of these links, that from the
+last rank to the first included:
 
 ================== ======================================================= ===========================
 kind               S is the bytes of                                       ring (or pairwise) cost
@@ -37,11 +38,11 @@ Where a group has k ranks in each of m groups of a level (k GPUs in each of m no
 are open, and the cheapest is taken:
 
 - ``rails``: k rings at a time, each leaving the node by another rank's port, so that
-  B = min(B inside, k B across), around as many hops as a ring's, of which m lie across: what the rank in the
-  middle of a node sends goes to all nodes and back to its own. NCCL's multi-channel ring. (Its tuning model
-  counts m-1. All-gathers of 32 MiB on 2, 4, 8, 16 and 32 nodes of p5.48xlarge take 67, 70, 76, 77 and 81 us
-  a hop across beside their bytes, and 134 to 84 if there were one less: crazyguitar/
-  aws-gpu-communication-benchmark, fd167f9.)
+  B = min(B inside, k B across); a pass has n-1 hops, of which m lie across (a broadcast's m-1): what the
+  rank in the middle of a node sends goes to all nodes and back to its own. NCCL's multi-channel ring. (Its
+  tuning model counts m-1. All-gathers of 32 MiB on 2, 4, 8, 16 and 32 nodes of p5.48xlarge take 67, 70, 76,
+  77 and 81 us a hop across beside their bytes, and 134 to 84 if there were one less:
+  crazyguitar/aws-gpu-communication-benchmark, fd167f9.)
 - ``hierarchical``, for an all-reduce: reduce-scatter inside, all-reduce of S/k across (k of them side by
   side), all-gather inside, and recursively for more levels. NCCL has rings alone for what gathers or scatters
   (tuning.cc; NVIDIA/nccl issues 1473 and 1594), so that these start the later the more ranks there are.
@@ -206,6 +207,8 @@ def _rings(kind: str, nbytes: float, route: Route) -> dict[str, _Seconds]:
     inner, outer = route.inner, route.outer
     if inner is not None and outer is not None:
         bandwidth = min(inner.bandwidth, inner.size * outer.bandwidth)
+        across = outer.size - (kind == "broadcast")  # which ends at the last node
+        hops = (route.size - 1 - across) * inner.latency + across * outer.latency
         times["rails"] = _passes(kind, nbytes, route.size, bandwidth, hops)
         if kind == "all_reduce":
             steps = [_best_ring(*step)[1] for step in _hierarchical(nbytes, inner, outer)]

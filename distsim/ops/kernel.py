@@ -11,7 +11,8 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from distsim.ir.function import Op
-from distsim.ir.value import Attributes
+from distsim.ir.type import Tensor, as_tensor
+from distsim.ir.value import Attributes, Value
 from distsim.ops.grouped import group_matrix
 from distsim.ops.operator import (
     Operator,
@@ -55,6 +56,7 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     """
     summed = one_product and any(op.op_type.endswith("MatMulGradA") for op in ops)
     flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
+    made = {value: op for op in ops for value in op.outputs}
     for op in ops:
         if operator(op.op_type).view or (summed and op.op_type == "Add"):
             continue
@@ -65,10 +67,9 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
         names.append(op.op_type)
         if op.op_type in OPTIMIZER_OPS:
             more = _with_passes(more, op, demand)
-        if again := read_again(signature_of(op)):
+        if again := read_again(op.attributes, [_in_memory(value, made) for value in op.inputs]):
             more = {**more, "read_more": more.get("read_more", 0.0) + again}
-    made = {value for op in ops for value in op.outputs}
-    chained = not all(made.isdisjoint(op.inputs) for op in ops)
+    chained = not all(made.keys().isdisjoint(op.inputs) for op in ops)
     if one_product or not chained or max(Counter(names).values(), default=0) > 3:
         names = list(dict.fromkeys(names))
     label = "+".join(names)
@@ -95,14 +96,22 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     return Attributes({"ops": label, "flops": flops, "matrix": matrix, **marks, **more})
 
 
+def _in_memory(value: Value, made: Mapping[Value, Op]) -> Tensor:
+    """Return the type in which a kernel that runs the ops that ``made`` values reads one from memory."""
+    while value in made and made[value].op_type == "Cast":
+        value = made[value].inputs[0]
+    return as_tensor(value.type, value.name)
+
+
 def _with_passes(more: Mapping[str, float], op: Op, demand: Work) -> dict[str, float]:
     """Return the bytes that kernels of updates move beyond each operand once, and how many they are, with
-    those of one more update that they do; nothing for one kernel."""
+    those of one more update that they do; nothing more for one kernel."""
     count = launches_of(signature_of(op))
     if count == 1:
-        return {}
+        return dict(more)
     signature = signature_of(op)
     return {
+        **more,
         "read_more": more.get("read_more", 0.0) + demand.bytes_read - bytes_of(signature.inputs),
         "written_more": more.get("written_more", 0.0) + demand.bytes_written - bytes_of(signature.outputs),
         "launches": count,

@@ -357,11 +357,11 @@ AGAIN = "again"
 most elements: for a sum over each row first, say, and again for what is made with it."""
 
 
-def read_again(signature: Signature) -> float:
-    """Return the bytes that the kernels of an op read beyond each operand once (:data:`AGAIN`)."""
-    times = signature.attributes.get(AGAIN, 0)
-    most = max([operand.size for operand in signature.inputs], default=0) if times else 0
-    return float(times * sum([operand.nbytes for operand in signature.inputs if operand.size == most]))
+def read_again(attributes: Attributes, operands: Sequence[Tensor]) -> float:
+    """Return the bytes that kernels of an op read beyond each of its operands once (:data:`AGAIN`)."""
+    times = attributes.get(AGAIN, 0)
+    most = max([operand.size for operand in operands], default=0) if times else 0
+    return float(times * sum([operand.nbytes for operand in operands if operand.size == most]))
 
 
 def memory_bound(signature: Signature, flops_per_element: float = 1.0) -> Work:

@@ -73,7 +73,7 @@ def work(signature: Signature) -> Work | None:
     found = None if rule is None else rule(signature)
     if found is None or AGAIN not in signature.attributes:
         return found
-    return replace(found, bytes_read=found.bytes_read + read_again(signature))
+    return replace(found, bytes_read=found.bytes_read + read_again(signature.attributes, signature.inputs))
 
 
 MARKS = frozenset({AGAIN, ONCE, "absent", "device", "num_outputs", "outputs", "rate", "version"})

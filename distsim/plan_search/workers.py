@@ -237,6 +237,7 @@ class _Processes:
         try:
             future = self._pools[worker].submit(_run_unit, unit, standing)
         except BrokenProcessPool:
+            self._pools[worker].shutdown(wait=False)
             self._pools[worker] = self._pool()
             future = self._pools[worker].submit(_run_unit, unit, standing)
         self._started[worker] |= set(multiprocessing.active_children()) - before

@@ -121,6 +121,7 @@ class PathBuilder:
         parts = [
             PathPart(kind, stage, seconds, self._tasks[kind, stage])
             for (kind, stage), seconds in self._seconds.items()
+            if seconds  # what only waits takes none, and is no part
         ]
         parts.sort(key=lambda part: (-part.seconds, part.stage, part.kind))
         return CriticalPath(self.step_time, tuple(reversed(self.segments)), tuple(parts))

@@ -110,11 +110,14 @@ def _reading_once(ops: Sequence[Op], late: Mapping[Value, Value]) -> list[Op]:
 
 def _as_run(op: Op, kernels: Kernels) -> Op:
     """Return an op with a callee that kernels run, and with how often its kernels read what it reads."""
-    callee = fuse(op.callee, kernels).function if op.is_call else None
-    if times := dict(kernels.rereads).get(op.op_type, 0):
-        return replace(op, attributes=Attributes({**op.attributes, AGAIN: times}))
+    callee, marks = fuse(op.callee, kernels).function if op.is_call else None, dict[str, int]()
+    times = dict(kernels.rereads).get(op.op_type, 0)
+    if times and not (op.op_type == "Float8Cast" and len(op.inputs) > 1):  # its Float8Amax is that kernel
+        marks[AGAIN] = times
     if op.attributes.get(CAUSAL, 0) and shape_of(op.outputs[0])[-1] <= kernels.triangles:
-        return replace(op, attributes=Attributes({**op.attributes, TRIANGLE: 1}))
+        marks[TRIANGLE] = 1
+    if marks:
+        return replace(op, attributes=Attributes({**op.attributes, **marks}))
     return op if callee is None or callee is op.callee else replace(op, subfunctions=(callee,))
 
 

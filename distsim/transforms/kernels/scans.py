@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from distsim.cache import Cache
 from distsim.ir.function import Function, Op
-from distsim.ir.rewrite import substitute
+from distsim.ir.rewrite import KeptRewrites, substitute
 from distsim.ir.value import Value
-from distsim.ops import signature_of, work
+from distsim.ops import operator, signature_of, work
 from distsim.program.block import RewrittenOps, StageBlocks, rewritten_block
 
 _STACKED = Cache[Function, RewrittenOps | None]("forward passes whose layers copy what they save", 1)
-_COPIED = Cache[Function, Function]("layers that copy what they save", 1)
+_COPIED = KeptRewrites("layers that copy what they save", 1)
 
 
 def copy_saved(stages: Sequence[StageBlocks], scans: bool) -> tuple[StageBlocks, ...]:
@@ -47,15 +47,18 @@ def _with_copies(function: Function) -> RewrittenOps | None:
 
 
 def _copying(call: Op) -> Op:
-    callee = call.callee
-    found = _COPIED.get(callee, None, lambda: _copied(callee))
-    return call if found is callee else replace(call, subfunctions=(found,))
+    found = _COPIED.of(call.callee, None, lambda: _copied(call.callee))
+    return call if found is call.callee else replace(call, subfunctions=(found,))
 
 
 def _copied(layer: Function) -> Function:
-    """Return a layer that returns copies of what its products make."""
-    made = [op for op in layer.ops if (asked := work(signature_of(op))) is not None and asked.matrix]
-    products = {value for op in made for value in op.outputs}
+    """Return a layer that returns copies of what its products make, and of views of that."""
+    products = set[Value]()
+    for op in layer.ops:
+        asked = work(signature_of(op))
+        views = operator(op.op_type).view and not products.isdisjoint(op.inputs)
+        if views or (asked is not None and asked.matrix):
+            products.update(op.outputs)
     copies = {v: Value(v.name, v.type) for v in layer.outputs if v in products}
     if not copies:
         return layer

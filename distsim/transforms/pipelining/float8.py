@@ -17,8 +17,8 @@ of what it multiplied and of the gradient of what it made. With scales of rows, 
 or turns both by kernels of their own (``Float8Turn``), each once however many products read it. So it does
 with a weight, along whose other dimension the gradient of an input sums; with a scale of the tensor FSDP
 gathers and casts it anew for backward, the one way that is read. Transformer Engine's casts write both ways
-at once. XLA turns what does not lie along the dimension over which a product sums, whoever cast it, before
-each pass that reads it.
+at once. XLA turns what does not lie along the dimension over which a product sums, by which scale of a
+tensor whoever cast it, before each pass that reads it. Products of groups, of experts, turn nothing.
 
 Scales of columns are made of their largest elements in float64 and rounded to powers of two (torchao 0.18,
 float8_utils.py, ``amax_to_scale``), and what such a product makes is multiplied by both afterwards
@@ -114,7 +114,7 @@ def _collecting(function: Function, to: DType) -> Function:
 
 
 def turn_operands(stages: Sequence[StageBlocks], kernels: Kernels) -> tuple[StageBlocks, ...]:
-    """Return the blocks of all stages, with the operands of gradients of weights turned.
+    """Return the blocks of all stages, with operands turned that products read along another dimension.
 
     Those that share Functions share them still; policies of one kernel for both gradients turn nothing, nor
     do those whose casts write both ways.
@@ -127,21 +127,26 @@ def _with_turns(ops: Sequence[Op], outputs: Sequence[Value], way: str) -> Iterat
     columns = Attributes({"rows": 1, ANEW: 1} if way == "anew" else {"rows": 1})
     turned: dict[Value, Value] = {}
     for place, op in enumerate(ops):
-        scales_of_rows = len(op.inputs) == 2
-        read = _turned_operands(op, scales_of_rows, way == "all")
+        scales_of_rows = _has_scales_of_rows(op)
+        read = _turned_operands(op, way == "all")
         for value in read:
             if value not in turned:
                 turned[value] = Value(value.name, value.type)
-                how = columns if scales_of_rows and way != "all" else Attributes()
+                how = columns if scales_of_rows else Attributes()
                 yield Op("Float8Turn", (value,), (turned[value],), how), place
         own = {value: turned[value] for value in read}
         yield (replace(op, inputs=substitute(op.inputs, own)) if read else op), place
 
 
-def _turned_operands(op: Op, scales_of_rows: bool, of_every: bool) -> tuple[Value, ...]:
-    """Return the operands of a product that a kernel turns for it: all that do not lie along what it sums
-    over, or those that no cast writes both ways."""
-    if of_every:
+def _has_scales_of_rows(op: Op) -> bool:
+    return len(op.inputs) == 2 and op.attributes.keys().isdisjoint(MARKS)
+
+
+def _turned_operands(op: Op, of_every: bool) -> tuple[Value, ...]:
+    """Return the operands of a product that a kernel turns for it, which no cast writes both ways:
+    ``of_every`` those of a tensor's scale that do not lie along what it sums over."""
+    scales_of_rows = _has_scales_of_rows(op)
+    if of_every and not scales_of_rows and "both" not in op.attributes:
         return op.inputs[slice(*_ALL_TURNED.get(op.op_type, (0, 0)))]
     if not op.attributes.keys().isdisjoint(MARKS):
         return ()
