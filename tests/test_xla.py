@@ -166,7 +166,7 @@ def test_layers_without_copies_are_forgotten_with_their_function():
     ("scaling", "again", "read"), [("delayed", 1, 1), ("tensorwise", 0, 1), ("rowwise", 1, 4)]
 )
 def test_casts_are_read_as_their_scales_are_made(scaling, again, read):
-    """A largest element that is an op is that kernel; scales of columns are made where operands are turned."""
+    """A largest element that is an op is that kernel; scales of columns are made where operands turn."""
     joint = differentiate(small_gpt(), SGD(), precision=precision_named(f"fp8:scaling={scaling}"))
     program = parallelize(joint, Plan.parse("dp=1"), topology_of(1), kernels=KERNELS["xla"])
     ops = {id(op): op for op in all_ops(program.to_function())}.values()
