@@ -91,6 +91,17 @@ def test_transformer_engine_joins_norms_and_activations_with_nothing():
     assert "Add+Gelu" in joined and not [label for label in joined if label.startswith("MatMul+")]
 
 
+def test_transformer_engine_gates_in_the_kernel_of_an_activation():
+    """As other kernels do, forward and backward."""
+
+    def gated(name):
+        functions = callees(fuse(known("llama")[0], KERNELS[name]).function)
+        return sorted([op_label(op) for each in functions for op in each.ops if "Swish" in op_label(op)])
+
+    assert gated("xla_te") == gated("fused")
+    assert {"Swish+Mul", "Mul+SwishGrad"} <= {*gated("xla_te")}
+
+
 @cache
 def trained():
     joint = differentiate(small_gpt(), SGD(lr=1.0), precision=precision_named("fp8"))

@@ -303,10 +303,9 @@ def signature_of(op: Op) -> Signature:
 
     The op keeps it, for what is known by signatures is asked of each op many times.
     """
-    try:
-        return op.signature
-    except AttributeError:
-        pass
+    known: Signature | None = getattr(op, "signature", None)  # a slot that is empty until it is asked for
+    if known is not None:
+        return known
     inputs, outputs = [value.type for value in op.inputs], [value.type for value in op.outputs]
     found = _signature(op.op_type, op.attributes, _tensors(op, inputs), _tensors(op, outputs), op.version)
     keep_signature(op, found)

@@ -61,7 +61,7 @@ POST_VALIDATION = r"zero-bubble"
 their authors, whose README (3a91d0c8) has ``--enable-optimizer-post-validation`` among the "quick settings to
 enable Zero Bubble"."""
 
-TORCH_CHECKPOINT = ("torch", "torchtitan", "composer", "plain", "maxtext", "paxml")
+EARLY_CHECKPOINT = ("torch", "torchtitan", "composer", "plain", "maxtext", "paxml")
 """Stacks whose checkpoints are torch.utils.checkpoint without reentrance, or jax.checkpoint: a block
 recomputed is left as soon as backward has all it needs, or what it does not need is not compiled."""
 
@@ -226,7 +226,7 @@ def _stages(row: Row, stack: Stack, stages: int, assumed: list[str]) -> str:
 
 def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> str:
     text = plain(row, "recompute")
-    early = "_early" if stack.family in TORCH_CHECKPOINT else ""
+    early = "_early" if stack.family in EARLY_CHECKPOINT else ""
     count = re.search(r"\b(block|uniform)\b[^0-9]*([0-9]{1,4})|\b([0-9]{1,4}) layers?\b", text)
     every = re.search(r"every ?([0-9]{1,3})|\bselective ?\(?([0-9]{1,3})\)?$", text)
     share = re.search(r"(ratio|share)[ =]*(0?\.[0-9]{1,6})|\b([0-9]{1,2})( ?%)", text)

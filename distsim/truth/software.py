@@ -78,7 +78,7 @@ KEYS_GROUPED = "2026-02"
 ROWS_WEIGHED = "2025-04"
 """Since when experts of Megatron-LM weigh their rows (26596307): older rows do where their tokens are."""
 
-TORCH_FSDP = ("torch", "torchtitan", "fsdp", "composer", "plain", "maxtext", "paxml")
+WITH_FSDP = ("torch", "torchtitan", "fsdp", "composer", "plain", "maxtext", "paxml")
 """Stacks in which ZeRO-3 is FSDP, of torch or XLA: parameters in float32, gathered in 16 bits."""
 
 _MATH = (
@@ -254,7 +254,7 @@ def _precision(row: Row, stack: Stack, zero: int) -> Precision:
     half, brain, eight = bool(re.search(_HALF, text)), bool(re.search(_BRAIN, text)), eight_bits(row)
     if re.search(r"(mx|nv)?fp4|int-?[48]|float-?4", text):
         raise MissingFeatureError(f"precision {text!r:.60}")
-    if zero == 3 and stack.family in TORCH_FSDP and (half or brain or eight or not text):
+    if zero == 3 and stack.family in WITH_FSDP and (half or brain or eight or not text):
         wide = bool(re.search(r"(fp|float)-?32|\bdefault\b", sharding))
         policy = POLICIES["fsdp" if stack.precision == "fsdp" and not wide else "fsdp2"]
         if half and not brain:

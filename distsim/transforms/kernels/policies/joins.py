@@ -225,17 +225,21 @@ def xla(first: Op, second: Op) -> bool:
     return not {first.op_type, second.op_type} & _EIGHT_BITS and compiled(first, second)
 
 
+_ACTIVATIONS = {"Gelu", "GeluGrad", "Swish", "SwishGrad"}
 _TRANSFORMER_ENGINE = {
     *("LayerNormalization", "LayerNormalizationGrad", "RMSNormalization", "RMSNormalizationGrad"),
-    *("Gelu", "GeluGrad", "Swish", "SwishGrad"),
+    *_ACTIVATIONS,
 }
 
 
 def xla_with_te(first: Op, second: Op) -> bool:
-    """As :func:`xla`, but norms and activations are calls of Transformer Engine, with nothing but the cast
-    of what they make to 8 bits (transformer_engine/jax: ``layernorm_fwd_fp8``, ``act_lu_fp8``)."""
+    """As :func:`xla`, but norms and activations are calls of Transformer Engine, with what they gate and the
+    cast of what they make to 8 bits alone (transformer_engine/jax: ``layernorm_fwd_fp8``, ``act_lu_fp8``)."""
     if second.op_type == "Float8Cast":
         return first.op_type in _TRANSFORMER_ENGINE
+    gated = {first.op_type, second.op_type} & _ACTIVATIONS
+    if gated and (_of_elements(first) or _of_elements(second)):
+        return True
     return not {first.op_type, second.op_type} & _TRANSFORMER_ENGINE and xla(first, second)
 
 
