@@ -36,6 +36,11 @@ MOST_ROWS = 72
 """Of a source, of those that a table has."""
 SPREAD = 0.10
 """What a row is expected to differ by: about what sources differ by on the same machine."""
+ONE_CLUSTER = dict.fromkeys(
+    ("nanotron Ultra-Scale sweep", "nanotron TP scaling (scripts/scaling_benchmarks.py comments)"),
+    "nanotron Ultra-Scale best configs",
+)
+"""Sources whose rows are of the same cluster and software: one is left out with the other."""
 QUANTILE = 1.645
 """How many standard deviations 90 % intervals reach to either side."""
 STEPS = 8
@@ -123,8 +128,8 @@ def unseen_of(rows: Rows, found: Fit, judged: Rows, residuals: Floats, slopes: F
 
     ``residuals`` and ``slopes`` are those of the judged rows at the solution.
     """
-    fitted = np.array([source_of(row) for row in rows.rows])
-    sources = np.array([source_of(row) for row in judged.rows])
+    fitted = np.array([cluster_of(row) for row in rows.rows])
+    sources = np.array([cluster_of(row) for row in judged.rows])
     seconds, variances = np.empty(len(sources)), np.empty(len(sources))
     for source in dict.fromkeys(sources.tolist()):
         own = sources == source
@@ -132,6 +137,11 @@ def unseen_of(rows: Rows, found: Fit, judged: Rows, residuals: Floats, slopes: F
         seconds[own] = np.exp(residuals[own] + slopes[own] @ change) * judged.measured[own]
         variances[own] = variances_of(judged, slopes, covariance)[own]
     return Unseen(seconds, variances)
+
+
+def cluster_of(row: Row) -> str:
+    """Return whose row it is, the same for sources of :data:`ONE_CLUSTER`."""
+    return ONE_CLUSTER.get(source_of(row), source_of(row))
 
 
 def variances_of(rows: Rows, slopes: Floats, covariance: Floats) -> Floats:
@@ -146,7 +156,7 @@ def widened(rows: Rows, found: Fit, covariance: Floats) -> Floats:
     and no surer of other machines than what is left without it: the jackknife (Efron and Stein 1981) over
     sources says how far it moves.
     """
-    sources = np.array([source_of(row) for row in rows.rows])
+    sources = np.array([cluster_of(row) for row in rows.rows])
     names = dict.fromkeys(sources.tolist())
     moved = np.array([found.solve(sources != name)[0] for name in names])
     spread = (len(names) - 1) / len(names) * ((moved - moved.mean(axis=0)) ** 2).sum(axis=0)

@@ -90,6 +90,12 @@ FIGURES: dict[str, FittedFigure] = {
     ),
     "launch.b200": FittedFigure(0.65, 0.15, "of launch.a100: a host of a later generation"),
     "compiled": FittedFigure(0.5, 0.3, "of an eager launch: no dispatcher between kernels"),
+    "eager_waiting": FittedFigure(
+        1.0,
+        0.4,
+        "of an eager launch: nanotron's linear layers are functions of Python, forward and backward, which "
+        "issue their collectives, its norms and rotary embeddings kernels of Triton",
+    ),
     "tensor": FittedFigure(5e-6, 0.7, "a few calls of Python for each tensor"),
 }
 """What is fitted. Shares are of what the device reaches at best (``Device.rates``)."""
@@ -203,7 +209,10 @@ def rates_of(
     return replace(
         device.rates,
         shares=tuple([(kind, min(share, 1.0)) for kind, share in shares.items()]),
-        launches=(("eager", launch), ("fused", launch), ("compiled", launch * values["compiled"])),
+        launches=(
+            *(("eager", launch), ("fused", launch)),
+            *[(way, launch * values[way]) for way in ("compiled", "eager_waiting")],
+        ),
         tensor=values["tensor"],
         attentions=tuple([(kernel, factor) for kernel, (factor, _) in KERNELS[family].items()]),
         uncertainties=(),
@@ -233,16 +242,15 @@ class FittedFigures:
         products = [f"linear.{name}" for name in (family, SAME_PROCESSOR.get(family)) if name]
         linear = self.uncertainty(*products)
         attention, memory = self.uncertainty("attention"), self.uncertainty("memory")
+        launch = "launch.a100", f"launch.{HOSTS.get(family, family)}"
         return {
             **dict.fromkeys(("linear", "grouped"), linear),
             "linear_float8": self.uncertainty(*products, "float8"),
             "batched": self.uncertainty(*products, "batched"),
             **dict.fromkeys(("attention", "attention_grad"), attention),
             **dict.fromkeys(("memory", "embedding"), memory),
-            "host": self.uncertainty("launch.a100", f"launch.{HOSTS.get(family, family)}"),
-            "host_compiled": self.uncertainty(
-                "launch.a100", f"launch.{HOSTS.get(family, family)}", "compiled"
-            ),
+            "host": self.uncertainty(*launch),
+            **{f"host_{way}": self.uncertainty(*launch, way) for way in ("compiled", "eager_waiting")},
         }
 
 

@@ -336,10 +336,12 @@ def test_backward_and_updates_count_to_modules():
     assert ways["none"]["updates"] > 0
 
 
-def test_hosts_of_compiled_kernels_are_known_by_themselves():
+def test_hosts_of_compiled_kernels_and_of_nanotron_are_known_by_themselves():
     """A chain of two small kernels is bound by its host, whatever its way of launching."""
-    wide = ["device.uncertainty.host=0.1", "device.uncertainty.host_compiled=0.5"]
-    for kernels, deviation in (("eager", 0.1), ("fused", 0.1), ("compiled", 0.5)):
+    own = {"compiled": 0.5, "eager_waiting": 0.3}
+    wide = ["host=0.1", *[f"host_{way}={deviation}" for way, deviation in own.items()]]
+    wide = [f"device.uncertainty.{each}" for each in wide]
+    for kernels, deviation in {"eager": 0.1, "fused": 0.1, **own}.items():
         topology = load_cluster("dgx-a100", wide)
         function = chain(topology)
         simulation = Simulator(CostModel(topology, kernels=kernels)).interpret(function, function.inputs)

@@ -128,15 +128,31 @@ def test_a_layer_has_four_products_where_its_framework_joins_them(kernels, produ
     assert len([op for op in forward if op_label(op).startswith("MatMul")]) == products_of_layer
 
 
-def test_a_split_that_torch_makes_copies_gradients_side_by_side():
-    """nanotron: queries, keys and values from where they lie, a gate and what it gates."""
-    backward = layer_kernels("eager_waiting", LLAMA, "layer_backward")
+@pytest.mark.parametrize(
+    ("kernels", "maker"), [("eager_loss", "TransposedView"), ("eager_waiting", "Transpose")]
+)
+def test_a_split_that_torch_makes_copies_gradients_side_by_side(kernels, maker):
+    """Queries, keys and values from where they lie (llm-foundry), or once more than nanotron brings them
+    into order; a gate and what it gates."""
+    backward = layer_kernels(kernels, LLAMA, "layer_backward")
     copies = [op for op in backward if op.op_type == "CopyIn"]
     assert sorted([len(op.inputs) for op in copies]) == [2, 3]
     makers = {value: op.op_type for op in backward for value in op.outputs}
     three = next(op for op in copies if len(op.inputs) == 3)
-    assert {makers[value] for value in three.inputs} == {"TransposedView"}
+    assert {makers[value] for value in three.inputs} == {maker}
     assert not [op for op in layer_kernels("fused", LLAMA, "layer_backward") if op.op_type == "CopyIn"]
+
+
+def test_nanotron_copies_heads_and_turns_them_by_one_kernel_each():
+    """Queries, keys and values forward, their gradients backward; not what attention makes, or is given."""
+    eager, nanotron = (
+        [Counter(op_label(op) for op in layer_kernels(kernels, LLAMA, layer)) for layer in PASSES]
+        for kernels in ("eager", "eager_waiting")
+    )
+    assert [each["Transpose"] for each in (*eager, *nanotron)] == [0, 0, 3, 3]
+    assert [each["TransposedView"] for each in nanotron] == [1, 1]
+    turned = "Split+Neg+Concat+Mul+Mul+Add", "Mul+Mul+Split+Neg+Concat+Add"
+    assert [each[name] for each, name in zip(nanotron, turned, strict=True)] == [2, 2]
 
 
 PASSES = ("layer", "layer_backward")

@@ -28,6 +28,7 @@ from distsim.models import gpt
 from distsim.ops import Signature, op_label
 from distsim.ops.kernel import KERNEL
 from distsim.plan import Plan
+from distsim.plan.stacks import STACKS
 from distsim.simulation.explain import what_if
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.autodiff.precision import precision_named
@@ -78,6 +79,16 @@ def test_the_way_to_launch_decides():
     }
     assert times["eager"] == pytest.approx(2 * times["compiled"], rel=1e-3)
     assert times["ops"] < LAUNCH
+
+
+def test_a_host_issues_kernels_of_nanotron_in_a_time_of_their_own_or_as_eager_ones():
+    timed = replace(RATES, launches=(*RATES.launches, ("eager_waiting", 2 * LAUNCH)))
+    assert KERNELS["eager_waiting"].way == STACKS["nanotron"].kernels == "eager_waiting"
+    for rates, seconds in ((RATES, LAUNCH), (timed, 2 * LAUNCH)):
+        topology = Topology.of_devices([Device(0, "gpu", 1e13, 1e12, 0.0, rates=rates)], [])
+        function, costs = chain(topology, 64, 1), CostModel(topology, kernels="eager_waiting")
+        found = Simulator(costs).interpret(function, function.inputs).step_time
+        assert found == pytest.approx(64 * seconds, rel=1e-2)
 
 
 def test_a_kernel_over_many_tensors_is_issued_once_but_gathers_them():

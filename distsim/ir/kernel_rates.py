@@ -14,12 +14,15 @@ KINDS_OF_WORK = (
 """The kinds of work of which a device may say what share of its peak kernels reach
 (:mod:`distsim.cost.efficiency`)."""
 
-KINDS_OF_UNCERTAINTY = (*KINDS_OF_WORK, "host", "host_compiled")
+KINDS_OF_UNCERTAINTY = (*KINDS_OF_WORK, "host", "host_compiled", "host_eager_waiting")
 """What a device may say of how well its figures are known: the kinds of work, and the host's launches, those
-of compiled kernels apart."""
+of compiled kernels, and of nanotron's, apart."""
 
-WAYS_TO_LAUNCH = ("eager", "fused", "compiled")
+WAYS_TO_LAUNCH = ("eager", "fused", "compiled", "eager_waiting")
 """The ways to run kernels of which a device may say what its host takes to issue one."""
+
+_LIKE = {"eager_waiting": "eager"}
+"""As which other way a host issues kernels where the device does not say."""
 
 
 ATTENTION_KERNELS = ("flash1", "triton", "flash2", "flash3", "cudnn")
@@ -93,8 +96,9 @@ class KernelRates:
         return next((share for name, share in self.shares if name == kind), None)
 
     def launch(self, kernels: str) -> float:
-        """Return the seconds of the host for a kernel that is run so, 0 where that is not given."""
-        return next((seconds for name, seconds in self.launches if name == kernels), 0.0)
+        """Return the seconds of the host for a kernel that is run so, or as what is like it; else 0."""
+        given = dict(self.launches)
+        return given.get(kernels, given.get(_LIKE.get(kernels, ""), 0.0))
 
     def attention(self, kernel: str) -> float | None:
         """Return how fast a kernel of attention is, 1 being what ``shares`` say; None where not given."""

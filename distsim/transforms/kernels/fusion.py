@@ -68,7 +68,7 @@ def _fused(function: Function, kernels: Kernels) -> RewrittenOps | None:
     called = [_as_run(op, kernels) for op in opened.ops]
     arranged = products_of_groups(called, opened.outputs, kernels)
     source = [source[place] for place in arranged.places]
-    ops = strided(arranged.ops, kernels.strided_batches)
+    ops = strided(arranged.ops, kernels.strided_batches, kernels.copies_heads)
     groups = kernel_groups(ops, kernels, kernels.joins, arranged.groups)
     if len(groups) == len(ops) == len(opened.ops) and all(map(is_, ops, opened.ops)):
         return None

@@ -54,11 +54,13 @@ Order = tuple[int, ...]
 Readers = Mapping[Value, Sequence[Op]]
 
 
-def strided(ops: Sequence[Op], batches: bool = False) -> list[Op]:
+def strided(ops: Sequence[Op], batches: bool = False, copied: bool = False) -> list[Op]:
     """Return the ops of a function with Transposes as views: where all that reads them there takes strides,
     and where they bring back the order in which what they read lies in memory.
 
-    ``batches``: products of many matrices take strides between these, too.
+    ``batches``: products of many matrices take strides between these, too. ``copied``: all the same queries,
+    keys and values are copied, and so are their gradients (nanotron, models/llama.py:
+    ``query_states.transpose(0, 1).contiguous()``, the gradient of whose ``view`` is one more ``reshape``).
     """
     readers: dict[Value, list[Op]] = {value: [] for op in ops for value in op.outputs}
     for op in ops:
@@ -70,13 +72,17 @@ def strided(ops: Sequence[Op], batches: bool = False) -> list[Op]:
     for op in ops:
         if op.op_type != "Transpose":
             made.append(op)
-            orders.update(_orders(op, orders, readers))
+            if not (copied and op.op_type in _BACKWARD):
+                orders.update(_orders(op, orders, readers))
             continue
         (source,), (result,) = op.inputs, op.outputs
         before = orders.get(source, tuple(range(len(shape_of(source)))))
         order = tuple([before[place] for place in _perm(op)])
         ordered = _is_ordered(order)
-        if ordered or all(_takes_strides(each, result, order, readers, batches) for each in readers[result]):
+        takes = all(_takes_strides(each, result, order, readers, batches) for each in readers[result])
+        if copied and len(order) == len(_BY_SEQUENCE):  # but for what a backward pass is given
+            takes = takes and all(each.op_type in _BACKWARD for each in readers[result])
+        if ordered or takes:
             op = replace(op, op_type="TransposedView")
             if not ordered:
                 orders[result] = order

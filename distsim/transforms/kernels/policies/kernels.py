@@ -72,7 +72,8 @@ class Kernels:
     (:mod:`distsim.transforms.kernels.losses`). ``gradients_apart``: the
     gradients of the operands of a product are a kernel each, and ``products``, of :data:`PRODUCTS`, how those
     run that a model may have as one (:mod:`distsim.transforms.kernels.products`). ``strided_batches``:
-    products of many matrices read these where they lie (:mod:`distsim.transforms.kernels.strides`).
+    products of many matrices read these where they lie, and ``copies_heads``: queries, keys and values are
+    copied into the order of heads though attention takes strides (:mod:`distsim.transforms.kernels.strides`).
     ``rereads``: by type of op, how often more than once its kernels read the operands that are largest.
     What the gradient of a layer or RMS normalization reads, a kernel for those of scale and
     bias reads again where torch's does (aten/src/ATen/native/cuda/layer_norm_kernel.cu,
@@ -129,6 +130,7 @@ class Kernels:
     gradients_apart: bool = False
     products: str = "apart"
     strided_batches: bool = False
+    copies_heads: bool = False
     rereads: tuple[tuple[str, int], ...] = ()
     triangles: int = 0
     zeroed: str = "no"
@@ -267,12 +269,14 @@ KERNELS = {
             _EAGER,
             name="eager_waiting",
             rereads=(),
+            rotary="one",
             loss="megatron",
             products="copied",
+            copies_heads=True,
             zeroed="wide",
             waiting="reading",
             receiving="device",
-            launched_as="eager",
+            launched_as="eager_waiting",
         ),
         replace(
             _EAGER,
@@ -287,6 +291,7 @@ KERNELS = {
             _EAGER,
             name="flash_attention",
             joins=flash_attention,
+            rotary="one",
             loss="one",
             loss_in_place=True,
             interiors=True,
@@ -314,13 +319,15 @@ op; ``eager_deepspeed``: the same, but gradients are unscaled and clipped at onc
 divided by the ranks by a pass of its own, and their sums in another type begin as zeros (DeepSpeed);
 ``eager_complex``: as ``eager``, but rotary embeddings multiply complex numbers in float32 (torchtitan);
 ``eager_waiting``: as ``eager``, with a host that waits for its device before each microbatch of which it
-reads the batch, sums of gradients that begin as zeros, and the kernels of Megatron-LM's cross entropy
-(nanotron); ``fused``: with the fusions that
-Megatron-LM has by default, products that add to sums of gradients among them, and a host that looks for NaNs
-in each bucket before it is sent, as since December 2023; ``fused_loss``: with that of
-the cross entropy too (``--cross-entropy-loss-fusion``), which saves float32; ``fused_logits``: with one of
-logits in 16 bits, whose gradient takes their place (llm.c, llmc/fused_classifier.cuh); ``flash_attention``:
-as ``eager``, with such a loss, and biases that kernels add with GELU and residuals (its training scripts);
+reads the batch, sums of gradients that begin as zeros, the kernels of Megatron-LM's cross entropy, and
+FlashAttention's of rotary embeddings (nanotron, models/llama.py: ``flash_rotary_embedding``; that it packs
+keys and values for it, and makes lengths of sequences, some nine kernels of a layer, is not counted);
+``fused``: with the fusions that Megatron-LM has by default, products that add to sums of gradients among
+them, and a host that looks for NaNs in each bucket before it is sent, as since December 2023;
+``fused_loss``: with that of the cross entropy too (``--cross-entropy-loss-fusion``), which saves float32;
+``fused_logits``: with one of logits in 16 bits, whose gradient takes their place (llm.c,
+llmc/fused_classifier.cuh); ``flash_attention``: as ``eager``, with such a loss, biases that kernels add
+with GELU and residuals, and one for each rotary embedding (its training scripts; modules/mha.py);
 ``fused_waiting``, ``fused_loss_waiting``: as ``fused`` and ``fused_loss``,
 with a host that waits for its device before each microbatch, as until 2023; ``fused_2022``: before each pass
 and update, whose timers did until 77efcccb of August 2022, and with kernels of their own that add to sums;
