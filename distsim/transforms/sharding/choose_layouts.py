@@ -98,6 +98,8 @@ class _Chooser:
         if found is None:
             found = self.kept.domains[asked] = self._domains()
         self.domains = found
+        self.problem, self.values, self.ops = EliminationProblem(), list[int](), list[int]()
+        self._pose()
 
     def _domains(self) -> list[Ids]:
         """A value may be in any state that its producer makes or that a reader asks for.
@@ -160,28 +162,30 @@ class _Chooser:
 
     def decide(self, insistence: float) -> Decision:
         """Return the least-cost placement when undivided flops count ``insistence`` times."""
-        problem = EliminationProblem()
-        values = [problem.variable(self._held(number)) for number in range(len(self.domains))]
-        whole = {n: self._gathered(problem, values[n], n) for n in self._read_by_several()}
-        ops: list[int] = []
-        for number in range(len(self.options)):
-            ops.append(self._add_op(problem, values, number, insistence, whole))
-        for tie in self.structure.ties:
-            ends = self.domains[tie.source], self.domains[tie.target]
-            table = self._moves(tie.target, tie.top, *ends) * (tie.times * self._repeats(tie.source, tie.top))
-            table = self._untaken(tie.source, table, *ends)
-            problem.pair(
-                values[tie.source], values[tie.target], _unmoved(table, *ends) if tie.in_place else table
-            )
-        solution = solve(problem, WIDE if self.axis.options.spread else NARROW)
+        for number, variable in enumerate(self.ops):
+            self.problem.unary[variable] = np.array(self._cost(number, insistence))
+        solution = solve(self.problem, WIDE if self.axis.options.spread else NARROW)
         if not np.isfinite(solution.cost):
             raise PlanError(
                 f"{self.structure.name}: no way to run it on {self.axis.ranks} ranks agrees with the "
                 "placements that are given"
             )
-        picked = [chosen[solution.choices[v]] for chosen, v in zip(self.options, ops, strict=True)]
-        states = [domain[solution.choices[v]] for domain, v in zip(self.domains, values, strict=True)]
+        picked = [chosen[solution.choices[v]] for chosen, v in zip(self.options, self.ops, strict=True)]
+        states = [domain[solution.choices[v]] for domain, v in zip(self.domains, self.values, strict=True)]
         return self._result(picked, states, solution.cost, solution.proven)
+
+    def _pose(self) -> None:
+        """Put the problem, but for what ops cost: all else is the same however undivided flops count."""
+        self.values += [self.problem.variable(self._held(number)) for number in range(len(self.domains))]
+        whole = {n: self._gathered(n) for n in self._read_by_several()}
+        for number in range(len(self.options)):
+            self.ops.append(self._add_op(number, whole))
+        for tie in self.structure.ties:
+            ends = self.domains[tie.source], self.domains[tie.target]
+            table = self._moves(tie.target, tie.top, *ends) * (tie.times * self._repeats(tie.source, tie.top))
+            table = self._untaken(tie.source, table, *ends)
+            table = _unmoved(table, *ends) if tie.in_place else table
+            self.problem.pair(self.values[tie.source], self.values[tie.target], table)
 
     def _held(self, number: int) -> list[float]:
         """What a value costs where it lies: to keep an input, and to send the value along other axes."""
@@ -201,33 +205,23 @@ class _Chooser:
         readers = Counter([place for node in self.structure.nodes if node.flops for place in node.inputs])
         return sorted([number for number in self.axis.options.spread if readers[number] > 1])
 
-    def _gathered(self, problem: EliminationProblem, value: int, number: int) -> int:
+    def _gathered(self, number: int) -> int:
         """Return the variable that says whether what is handed on divided is brought together.
 
         That is done once for all readers: choices 0 and 1 are no and yes.
         """
         group, domain = self.structure.groups[number], self.domains[number]
-        found = problem.variable([0.0, 0.0])
+        found = self.problem.variable([0.0, 0.0])
         table = self._moves(number, False, domain, (WHOLE,)) * (group.times * self._repeats(number, False))
-        problem.pair(value, found, np.concatenate([np.zeros_like(table), table], axis=1))
+        both = np.concatenate([np.zeros_like(table), table], axis=1)
+        self.problem.pair(self.values[number], found, both)
         return found
 
-    def _add_op(
-        self,
-        problem: EliminationProblem,
-        values: Sequence[int],
-        number: int,
-        insistence: float,
-        whole: Mapping[int, int],
-    ) -> int:
+    def _add_op(self, number: int, whole: Mapping[int, int]) -> int:
+        problem, values = self.problem, self.values
         node, chosen = self.structure.nodes[number], self.options[number]
         options = [self.axis.options.of[number][c] for c in chosen]
-        balance = self._flops_per_byte(node) if node.flops else 0.0
-        key = number, chosen, insistence, balance
-        costs = self.kept.ops.get(key)
-        if costs is None:
-            costs = self.kept.ops[key] = self._done(node, options, insistence, balance)
-        variable = problem.variable(costs)
+        variable = problem.variable([0.0] * len(chosen))
         for index, place in enumerate(node.outputs):
             raw = tuple([option.outputs[index] for option in options])
             table = self._moves(place, node.top, raw, self.domains[place])
@@ -249,6 +243,17 @@ class _Chooser:
                 problem.pair(whole[place], variable, np.where([read, np.zeros_like(read)], FORBIDDEN, 0.0))
             problem.pair(values[place], variable, table)
         return variable
+
+    def _cost(self, number: int, insistence: float) -> list[float]:
+        """Return what an op costs by option, which no batch changes."""
+        node, chosen = self.structure.nodes[number], self.options[number]
+        balance = self._flops_per_byte(node) if node.flops else 0.0
+        key = number, chosen, insistence, balance
+        found = self.kept.ops.get(key)
+        if found is None:
+            options = [self.axis.options.of[number][c] for c in chosen]
+            found = self.kept.ops[key] = self._done(node, options, insistence, balance)
+        return found
 
     def _done(
         self, node: Node, options: Sequence[Option], insistence: float, flops_per_byte: float
