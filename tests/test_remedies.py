@@ -1,6 +1,7 @@
 """What would make a plan fit: every remedy is a plan that fits, simulated, near the one that does not."""
 
 from dataclasses import replace
+from functools import cache
 from itertools import combinations
 
 import pytest
@@ -16,6 +17,12 @@ from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import Adam, differentiate
 
 
+@cache
+def joint():
+    """One step, whose plans share what is made of them."""
+    return differentiate(small_gpt(layers=4, batch=16), Adam())
+
+
 def with_hosts(count, **device):
     """Devices of ``topology_of``, each with a link to its host."""
     plain = topology_of(count, **device).devices
@@ -27,20 +34,19 @@ def with_hosts(count, **device):
 
 def advised(plan, memory, count=4, **options):
     topology = with_hosts(count, memory=memory)
-    joint = differentiate(small_gpt(layers=4, batch=16), Adam())
     simulator = Simulator(CostModel(topology))
     built = []
 
     def build(other):
         built.append(other)
-        return parallelize(joint, other, topology)
+        return parallelize(joint(), other, topology)
 
     options.setdefault("seconds", 600.0)
-    asked = remedies(plan, PlanTrials(joint, topology, build, simulator.simulate), **options)
+    asked = remedies(plan, PlanTrials(joint(), topology, build, simulator.simulate), **options)
     found = asked.fit
     assert built or not found
     for remedy in found:
-        program = parallelize(joint, remedy.plan, topology)
+        program = parallelize(joint(), remedy.plan, topology)
         assert program_memory(program).missing == 0
         assert simulator.simulate(program).step_period == remedy.seconds
         assert remedy.plan.devices <= count and str(remedy) == remedy.change
@@ -49,8 +55,7 @@ def advised(plan, memory, count=4, **options):
 
 
 def peak_of(plan, count=4):
-    joint = differentiate(small_gpt(layers=4, batch=16), Adam())
-    return max(program_memory(parallelize(joint, plan, with_hosts(count))).peaks)
+    return max(program_memory(parallelize(joint(), plan, with_hosts(count))).peaks)
 
 
 def test_one_change_is_enough_where_little_is_missing():
@@ -93,8 +98,7 @@ def test_idle_devices_divide_parameters_and_layers_go_to_the_host():
 
 def test_where_nothing_fits_it_is_said_what_was_looked_at():
     topology = with_hosts(2, memory=1000)
-    joint = differentiate(small_gpt(layers=4, batch=16), Adam())
-    trials = PlanTrials(joint, topology, lambda _: pytest.fail("there is no room"), pytest.fail)
+    trials = PlanTrials(joint(), topology, lambda _: pytest.fail("there is no room"), pytest.fail)
     found = remedies(Plan(), trials)
     assert not found.fit and not found.untried and found.looked_at > 10
     assert {"remat", "zero", "dp", "microbatches", "tp", "pp", "offload"} <= set(found.fields)
