@@ -13,7 +13,7 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, cast
 
 import msgspec
 
+from distsim.cache import cached
 from distsim.errors import TopologyError, wrong_type
 from distsim.hardware.cluster_file import bytes_of, cluster_table, located, raw_table
 from distsim.hardware.cluster_parts import device_of, level_of
@@ -76,7 +77,7 @@ class _ClusterFile:
     nodes: int | None
     settings: tuple[str, ...]
 
-    @property
+    @cached_property
     def figures(self) -> dict[str, Figure]:
         """The figures of the device and the levels, by name."""
         return {figure.name: figure for figure in _figures(self, self.table.device, self.table.levels)}
@@ -274,11 +275,20 @@ def _read(given: Name, settings: Settings) -> _ClusterFile:
         raise TopologyError(f"{name!r:.60}: {count!r:.20} is no number of nodes; write {first}:4")
     if nodes == 0:
         raise TopologyError(f"{name}: a cluster has at least one node")
+    return (_preset if base in presets() else _made)(base, nodes, settings)
+
+
+def _made(base: str, nodes: int | None, settings: tuple[str, ...]) -> _ClusterFile:
+    """Return a preset or a file, so many nodes of it, with what settings change."""
     text, raw = _raw(base, ())
     for setting in settings:
         raw = with_setting(raw, setting)
     keys = tuple([setting.partition("=")[0].strip().removeprefix("levels.") for setting in settings])
     return _ClusterFile(base, text, cluster_table(base, raw, text), nodes, keys)
+
+
+_preset = cached("presets, by name, nodes and settings", 64)(_made)
+"""Files of the package stay as they are; what others have in theirs is read each time."""
 
 
 def _raw(name: str, above: tuple[str, ...]) -> tuple[str, Raw]:
