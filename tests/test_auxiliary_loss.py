@@ -132,13 +132,17 @@ def test_every_rank_computes_the_same_step(name, text, over, groups):
     computed_over_ranks(trained(name, over, groups), Plan.parse(text))
 
 
+@cache
+def trained_by(sizes: DecoderSizes) -> Function:
+    return differentiate(decoder(sizes, BATCH, SEQ, F64, SKEWED), SGD())
+
+
 def added(text: str, over: int = 1, groups: int = 1) -> Counter[tuple[str, str, int]]:
     """The collectives that the loss adds to a step of two layers, without what it does to gradients."""
     plan, found = Plan.parse(text), []
     for coefficient in (COEFFICIENT, 0.0):
         sizes = balanced("mixtral", over if coefficient else 1, groups, coefficient)
-        joint = differentiate(decoder(sizes, BATCH, SEQ, F64, SKEWED), SGD())
-        found.append(sent(parallelize(joint, plan, topology_of(plan.devices))))
+        found.append(sent(parallelize(trained_by(sizes), plan, topology_of(plan.devices))))
     with_loss, without = found
     with_loss.subtract(without)
     return Counter({key: n for key, n in with_loss.items() if n})
@@ -167,9 +171,8 @@ def test_stages_send_their_loss_once_a_step():
 
     def sends(coefficient: float, microbatches: int) -> list[int]:
         sizes = replace(balanced("mixtral", coefficient=coefficient), layers=4)
-        joint = differentiate(decoder(sizes, BATCH, SEQ, F64, SKEWED), SGD())
         plan = Plan(pp=2, microbatches=microbatches, stages="layers")
-        program = parallelize(joint, plan, topology_of(2))
+        program = parallelize(trained_by(sizes), plan, topology_of(2))
         flat = program.to_function()
         return sorted(op.inputs[0].type.nbytes for op in all_ops(flat) if op.op_type == "Send")
 

@@ -264,9 +264,10 @@ def test_rows_are_gathered_over_the_ranks_of_an_expert():
 def test_a_rank_keeps_its_own_experts_whole_and_divides_their_state_over_those_with_the_same():
     """layouts.md: bytes a parameter, of experts with edp = dp cp tp / (ep etp) for d."""
 
+    sizes = replace(MIXTRAL, attention=GroupedHeads(4), experts=replace(MIXTRAL.experts, groups=4))
+    joint = differentiate(decoder(sizes, BATCH, SEQ, F64, EVEN), Adam())
+
     def kept(text: str) -> dict[str, int]:
-        sizes = replace(MIXTRAL, attention=GroupedHeads(4), experts=replace(MIXTRAL.experts, groups=4))
-        joint = differentiate(decoder(sizes, BATCH, SEQ, F64, EVEN), Adam())
         program = parallelize(joint, Plan.parse(text), topology_of(8))
         return next(iter(program_memory(program).devices.values())).by_kind
 
