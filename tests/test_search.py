@@ -45,6 +45,11 @@ def model(name):
     return differentiate(add_loss(small(name, batch=8)), Adam())
 
 
+@cache
+def wide():
+    return differentiate(add_loss(load_model(WIDE, 16)), Adam())
+
+
 SEEDS = (23, 34, 36, 50, 43, 39, 24)
 """Of a problem of each model, one with stages that begin between two products that are one kernel's else; the
 experiment has more problems, and larger ones."""
@@ -123,8 +128,7 @@ POLICIES = ("eager", "fused", "compiled")
     [(FIELDS[i], REMATS[j], POLICIES[(i + j) % 3]) for i in range(3) for j in range(3)],
 )
 def test_most_of_what_layers_save_is_known_before_a_plan_is_built(fields, remat, kernels):
-    step = differentiate(add_loss(load_model(WIDE, 16)), Adam())
-    problem = SearchProblem(FixedModel(step), topology_of(4), KERNELS[kernels])
+    problem = SearchProblem(FixedModel(wide()), topology_of(4), KERNELS[kernels])
     evaluator, plan = PlanEvaluator(problem), Plan.parse(f"{fields},remat={remat}")
     bounds, trial = evaluator.bounds(plan), evaluator.trial(plan)
     ranks = plan.dp * plan.tp * plan.cp * plan.microbatches
@@ -247,8 +251,7 @@ def test_what_is_given_goes_before_what_is_sensible():
 
 
 def test_what_may_nearly_fit_is_tried_though_bounds_discard_it():
-    step = differentiate(add_loss(load_model(WIDE, 16)), Adam())
-    fields = "dp=2,pp=2,microbatches=4,stages=layers,remat="
+    step, fields = wide(), "dp=2,pp=2,microbatches=4,stages=layers,remat="
     plans = [Plan.parse(f"{fields}{remat}") for remat in ("none", "full")]
     saving, _ = search(step, topology_of(4), plans).trials
     problem = SearchProblem(FixedModel(step), topology_of(4, memory=0.93 * saving.peak), KERNELS["eager"])
