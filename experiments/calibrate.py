@@ -37,10 +37,15 @@ MOST_ROWS = 72
 SPREAD = 0.10
 """What a row is expected to differ by: about what sources differ by on the same machine."""
 ONE_CLUSTER = dict.fromkeys(
-    ("nanotron Ultra-Scale sweep", "nanotron TP scaling (scripts/scaling_benchmarks.py comments)"),
+    (
+        "nanotron Ultra-Scale sweep",
+        "nanotron TP scaling (scripts/scaling_benchmarks.py comments)",
+        "nanotron bench_cluster logs",
+    ),
     "nanotron Ultra-Scale best configs",
 )
-"""Sources whose rows are of the same cluster and software: one is left out with the other."""
+"""Sources of the same publisher and software, and of the same cluster or one that they do not name: they are
+left out together."""
 QUANTILE = 1.645
 """How many standard deviations 90 % intervals reach to either side."""
 STEPS = 8
@@ -73,10 +78,11 @@ class Fit:
         return -covariance @ (matrix.T @ right), covariance
 
 
-def fit(rows: Rows, say: Callable[[str], None]) -> Fit:
-    """Return the figures that fit best."""
+def fit(rows: Rows, say: Callable[[str], None], begin: Mapping[str, float]) -> Fit:
+    """Return the figures that fit best; ``begin`` are those where the search begins, if not priors."""
     weights = np.sqrt(row_weights(rows)) / SPREAD
-    logs, every = np.zeros(len(FIGURES)), np.ones(len(rows.rows), np.bool_)
+    logs = np.array([math.log(begin.get(name, each.prior) / each.prior) for name, each in FIGURES.items()])
+    every = np.ones(len(rows.rows), np.bool_)
     slopes, residuals = np.zeros((len(rows.rows), len(logs))), np.zeros(len(rows.rows))
     for step in range(STEPS + 1):
         residuals = np.log(rows.predict(logs) / rows.measured)
@@ -160,7 +166,8 @@ def widened(rows: Rows, found: Fit, covariance: Floats) -> Floats:
     names = dict.fromkeys(sources.tolist())
     moved = np.array([found.solve(sources != name)[0] for name in names])
     spread = (len(names) - 1) / len(names) * ((moved - moved.mean(axis=0)) ** 2).sum(axis=0)
-    scale = np.sqrt(np.maximum(spread / np.diag(covariance), 1.0))
+    prior = np.array([each.spread for each in FIGURES.values()]) ** 2  # not less sure than without any row
+    scale = np.sqrt(np.maximum(np.minimum(spread, prior) / np.diag(covariance), 1.0))
     return covariance * np.outer(scale, scale)
 
 
@@ -191,6 +198,9 @@ def main() -> int:
         "--judge", type=Path, nargs="+", default=[], metavar="CSV", help="what is not fitted to"
     )
     parser.add_argument("--out", type=Path, default=RESULTS, help="folder for what is written")
+    parser.add_argument(
+        "--begin", type=Path, metavar="CSV", help="begin at the figures of an earlier calibration.csv"
+    )
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, metavar="N")
     parser.add_argument("--write", action="store_true", help="put the figures into the presets")
     given = parser.parse_args()
@@ -208,7 +218,8 @@ def main() -> int:
 
 def fit_and_write(rows: Rows, judge: Sequence[Row], given: argparse.Namespace) -> None:
     """Fit, print and write what the command line asks for."""
-    found = fit(rows, lambda text: print(text, file=sys.stderr))
+    begin = figures_in(given.begin) if given.begin else {}
+    found = fit(rows, lambda text: print(text, file=sys.stderr), begin)
     _, covariance = found.solve(np.ones(len(rows.rows), np.bool_))
     figures = print_figures(found, covariance)
     known = FittedFigures(
@@ -236,6 +247,12 @@ def fit_and_write(rows: Rows, judge: Sequence[Row], given: argparse.Namespace) -
         print(f"left out: {row_id}: {why}")
     if given.write:
         write_presets(known)
+
+
+def figures_in(path: Path) -> dict[str, float]:
+    """Return the figures of a table that was written."""
+    with path.open(newline="", encoding="utf-8") as file:
+        return {row["figure"]: float(row["value"]) for row in csv.DictReader(file)}
 
 
 def print_figures(found: Fit, covariance: Floats) -> list[dict[str, str]]:

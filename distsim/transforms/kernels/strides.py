@@ -58,9 +58,11 @@ def strided(ops: Sequence[Op], batches: bool = False, copied: bool = False) -> l
     """Return the ops of a function with Transposes as views: where all that reads them there takes strides,
     and where they bring back the order in which what they read lies in memory.
 
-    ``batches``: products of many matrices take strides between these, too. ``copied``: all the same queries,
-    keys and values are copied, and so are their gradients (nanotron, models/llama.py:
-    ``query_states.transpose(0, 1).contiguous()``, the gradient of whose ``view`` is one more ``reshape``).
+    ``batches``: products of many matrices take strides between these, too. ``copied``: Transposes of four
+    dimensions, which are those of queries, keys and values, are copies all the same, and so are those of
+    their gradients (nanotron, models/llama.py: ``qkv_states.view(...).permute(2, 1, 0, 3, 4).contiguous()``,
+    whose gradient, stacked, ``view`` copies once more). These are three kernels here, where nanotron has one
+    for all, or where heads of keys are fewer three forward and none backward.
     """
     readers: dict[Value, list[Op]] = {value: [] for op in ops for value in op.outputs}
     for op in ops:
@@ -72,7 +74,7 @@ def strided(ops: Sequence[Op], batches: bool = False, copied: bool = False) -> l
     for op in ops:
         if op.op_type != "Transpose":
             made.append(op)
-            if not (copied and op.op_type in _BACKWARD):
+            if not (copied and op.op_type in _BACKWARD):  # as if these lay by heads: what turns them copies
                 orders.update(_orders(op, orders, readers))
             continue
         (source,), (result,) = op.inputs, op.outputs

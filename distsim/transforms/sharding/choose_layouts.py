@@ -221,7 +221,7 @@ class _Chooser:
         problem, values = self.problem, self.values
         node, chosen = self.structure.nodes[number], self.options[number]
         options = [self.axis.options.of[number][c] for c in chosen]
-        variable = problem.variable([0.0] * len(chosen))
+        variable = problem.variable([0.0] * len(chosen))  # what it costs is put there by decide
         for index, place in enumerate(node.outputs):
             raw = tuple([option.outputs[index] for option in options])
             table = self._moves(place, node.top, raw, self.domains[place])
