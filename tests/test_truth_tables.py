@@ -224,15 +224,6 @@ def test_the_sweep_of_all_layouts_can_be_laid_out_but_where_the_head_is_not_on_t
     assert all("with the head on stage" in each for each in refused) and len(refused) < len(rows) / 60
 
 
-def test_what_is_fitted_of_the_sweep_is_of_the_half_that_was_looked_at():
-    folder = Path(__file__).parents[1] / "experiments" / "measured"
-    fitted, others = (read_rows([folder / f"nanotron_{name}.csv"]) for name in ("one_stage", "sweep"))
-    assert {row["split"] for row in fitted} == {"look"}
-    assert {(row["pp"], int(row["tp"]) <= 8) for row in fitted} == {("1", True)}
-    assert {row["id"] for row in fitted}.isdisjoint(row["id"] for row in others)
-    assert len(fitted) + len(others) == 984
-
-
 # --- figures --------------------------------------------------------------------------------------
 
 
