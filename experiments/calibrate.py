@@ -6,7 +6,8 @@ logarithms, each figure held near its prior (Gauss-Newton on differences; of a s
 :data:`MOST_ROWS` rows are used, evenly spread over its table, and count as :data:`ROWS_A_SOURCE`; outliers
 count for less). It prints each figure with its prior and the interval that the data leave (90 %), the errors
 by source, and those of each source when the fit has not seen it; writes both as CSV and a picture; and with
-``--write`` puts the figures into ``distsim/hardware/presets``. No figure knows who published a row. Of the
+``--write`` puts the figures into ``distsim/hardware/presets``. ``--begin`` an earlier ``calibration.csv``
+finds them in fewer steps. No figure knows who published a row. Of the
 rows of ``--judge CSV``, which nothing is fitted to, it prints the errors too, the rows of their source left
 out of the fit.
 """
@@ -207,18 +208,20 @@ def main() -> int:
     try:
         table = thinned([row for row in read_rows(given.tables) if measured(row, "iter_time_s")])
         judge = [row for row in read_rows(given.judge) if measured(row, "iter_time_s")] if given.judge else []
-    except DistsimError as error:
+        begin = figures_in(given.begin) if given.begin else {}
+    except (DistsimError, OSError) as error:
         print(error, file=sys.stderr)
         return 2
     with Rows(table, max(given.workers, 1)) as rows:
         print(f"{len(rows.rows)} of {len(table)} rows are laid out", file=sys.stderr)
-        fit_and_write(rows, judge, given)
+        fit_and_write(rows, judge, begin, given)
     return 0
 
 
-def fit_and_write(rows: Rows, judge: Sequence[Row], given: argparse.Namespace) -> None:
+def fit_and_write(
+    rows: Rows, judge: Sequence[Row], begin: Mapping[str, float], given: argparse.Namespace
+) -> None:
     """Fit, print and write what the command line asks for."""
-    begin = figures_in(given.begin) if given.begin else {}
     found = fit(rows, lambda text: print(text, file=sys.stderr), begin)
     _, covariance = found.solve(np.ones(len(rows.rows), np.bool_))
     figures = print_figures(found, covariance)
@@ -250,9 +253,18 @@ def fit_and_write(rows: Rows, judge: Sequence[Row], given: argparse.Namespace) -
 
 
 def figures_in(path: Path) -> dict[str, float]:
-    """Return the figures of a table that was written."""
-    with path.open(newline="", encoding="utf-8") as file:
-        return {row["figure"]: float(row["value"]) for row in csv.DictReader(file)}
+    """Return the figures of a table that was written.
+
+    Raises :class:`DistsimError` for another table, and for a figure that is not positive.
+    """
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            found = {row["figure"]: float(row["value"]) for row in csv.DictReader(file)}
+    except (KeyError, TypeError, ValueError) as error:
+        raise DistsimError(f"{path}: not figure,value,... as calibration.csv is: {error}") from error
+    if wrong := [name for name, value in found.items() if not 0 < value < math.inf]:
+        raise DistsimError(f"{path}: {wrong[0]}={found[wrong[0]]:g} must be positive and finite")
+    return found
 
 
 def print_figures(found: Fit, covariance: Floats) -> list[dict[str, str]]:
