@@ -61,6 +61,23 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB,
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
     },
+    "gpt_neox": {
+        **{"model_type": "gpt_neox", **_LLAMA, "num_key_value_heads": None, "rotary_pct": 0.5},
+        **{"rotary_emb_base": 50.0, "hidden_act": "gelu_new", "tie_word_embeddings": True},
+    },
+    "gpt_neox sequential": {
+        **{"model_type": "gpt_neox", **_LLAMA, "num_key_value_heads": None, "rotary_pct": 1.0},
+        **{"use_parallel_residual": False, "attention_bias": False, "hidden_act": "gelu_fast"},
+    },
+    "falcon": {
+        **{"model_type": "falcon", "activation": "gelu_new", "hidden_size": 16, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "vocab_size": VOCAB},
+    },
+    "falcon grouped": {
+        **{"model_type": "falcon", "activation": "gelu_new", "hidden_size": 16, "num_hidden_layers": 2},
+        **{"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
+        **{"vocab_size": VOCAB, "ffn_hidden_size": 24, "tie_word_embeddings": False},
+    },
     "deepseek_v2": {
         **{"model_type": "deepseek_v2", **_LLAMA, **_LATENT, **_EXPERTS, "first_k_dense_replace": 1},
         **{"routed_scaling_factor": 3.0, "q_lora_rank": None},
@@ -104,6 +121,8 @@ class Reference:
         self.config, self.all = config, weights
         self.family = config["model_type"]
         self.gpt, self.gemma = self.family == "gpt2", self.family.startswith("gemma")
+        self.plain = self.family in ("gpt2", "gpt_neox", "falcon")  # LayerNorm, and a feed-forward of no gate
+        self.parallel = config.get("use_parallel_residual", self.family in ("gpt_neox", "falcon"))
         self.hidden = config.get("hidden_size") or config["n_embd"]
         self.heads = config.get("num_attention_heads") or config["n_head"]
         self.layers = config.get("num_hidden_layers") or config["n_layer"]
@@ -113,7 +132,7 @@ class Reference:
 
     def norm(self, x: np.ndarray, w: Weights, name: str, offset: float | None = None) -> np.ndarray:
         name = self.named(name)
-        if self.gpt:
+        if self.plain:
             middle = x - x.mean(-1, keepdims=True)
             spread = np.sqrt((middle**2).mean(-1, keepdims=True) + 1e-5)
             return middle / spread * w[f"{name}.scale"] + w[f"{name}.bias"]
@@ -127,11 +146,13 @@ class Reference:
     def rotated(self, head: np.ndarray) -> np.ndarray:
         if self.gpt:
             return head
-        theta = self.config.get("rope_parameters", {}).get("rope_theta", 10_000.0)
+        theta = self.config.get("rotary_emb_base", 10_000.0)
+        theta = self.config.get("rope_parameters", {}).get("rope_theta", theta)
+        head, rest = np.split(head, [int(head.shape[1] * self.config.get("rotary_pct", 1.0))], axis=1)
         half = head.shape[1] // 2
         turns = np.exp(1j * np.outer(np.arange(len(head)), theta ** (-np.arange(half) / half)))
         turned = (head[:, :half] + 1j * head[:, half:]) * turns
-        return np.concatenate([turned.real, turned.imag], axis=1)
+        return np.concatenate([turned.real, turned.imag, rest], axis=1)
 
     def window(self, layer: int) -> int:
         config = self.config
@@ -158,6 +179,8 @@ class Reference:
 
     def grouped(self, x: np.ndarray, w: Weights, layer: int) -> np.ndarray:
         groups = self.config.get("num_key_value_heads") or self.heads
+        if self.family == "falcon":
+            groups = self.config.get("num_kv_heads", 1)
         parts = {"q": self.heads, "k": groups, "v": groups}
         query, key, value = (np.split(self.linear(x, w, n), c, axis=1) for n, c in parts.items())
         if self.family.startswith("qwen3"):
@@ -191,13 +214,13 @@ class Reference:
         return np.concatenate(mixed, axis=1)
 
     def activated(self, x: np.ndarray) -> np.ndarray:
-        if self.gpt or self.gemma:
+        if self.plain or self.gemma:
             return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         return x / (1 + np.exp(-x))
 
     def feed(self, x: np.ndarray, w: Weights, prefix: str = "") -> np.ndarray:
         up = self.linear(x, w, f"{prefix}up")
-        if self.gpt:
+        if self.plain:
             return self.linear(self.activated(up), w, "down")
         return self.linear(self.activated(self.linear(x, w, f"{prefix}gate")) * up, w, f"{prefix}down")
 
@@ -231,8 +254,9 @@ class Reference:
             normed = self.norm(x, w, "norm1")
             mixed = self.latent(normed, w) if "kv_a.w" in w else self.grouped(normed, w, layer)
             mixed = self.linear(mixed, w, "o")
-            x = x + (self.norm(mixed, w, "norm1_out") if self.family == "gemma2" else mixed)
-            normed = self.norm(x, w, "norm2")
+            before, x = x, x + (self.norm(mixed, w, "norm1_out") if self.family == "gemma2" else mixed)
+            if f"{self.named('norm2')}.scale" in w:
+                normed = self.norm(before if self.parallel else x, w, "norm2")
             made = self.experts(normed, w) if "router.w" in w else self.feed(normed, w)
             x = x + (self.norm(made, w, "norm2_out") if self.family == "gemma2" else made)
         x = self.norm(x, self.all, "norm")

@@ -130,22 +130,29 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_LayerKind]:
 
 
 def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) -> Function:
-    """Return a layer: two branches, each of a norm and attention or feed-forward, added to what came in."""
+    """Return a layer: two branches, each of a norm and attention or feed-forward, added to what came in, the
+    second to what the first made of it or both at once (``sizes.branches``)."""
     names = sizes.names
     name = names.dense_layer if kind.load is None else names.expert_layer
     layer = LayerMaker(name, x_type, sizes.rotary, masked)
     normed = layer.norm(layer.x, names.norm1, sizes.hidden, sizes.norm)
     with layer.within("attention"):
-        made = _attention(layer, sizes, normed, kind.window)
-    x = _added(layer, sizes, layer.x, made, 1)
-    normed, aux = layer.norm(x, names.norm2, sizes.hidden, sizes.norm), None
+        attended = _attention(layer, sizes, normed, kind.window)
+    x, first, aux = layer.x, _branch(layer, sizes, attended, 1), None
+    if sizes.branches == "sequential":
+        x = _added(layer, x, first, "x1")
+    if sizes.branches != "parallel_one_norm":
+        normed = layer.norm(x, names.norm2, sizes.hidden, sizes.norm)
     if kind.load is None or sizes.experts is None:
         with layer.within("mlp"):
             made = feed_forward(layer, normed, sizes.feed_forward, (names.gate, names.up, names.down))
     else:
         with layer.within("experts"):
             made, aux = mixture(layer, normed, sizes.experts, kind.load)
-    x = _added(layer, sizes, x, made, 2)
+    branch = _branch(layer, sizes, made, 2)
+    if sizes.branches != "sequential":
+        branch = _added(layer, first, branch, "branches")
+    x = _added(layer, x, branch, "x2")
     return layer.finish(x) if aux is None else layer.finish(x, aux)
 
 
@@ -158,13 +165,17 @@ def _attention(layer: LayerMaker, sizes: DecoderSizes, source: Value, window: in
     return latent_attention(layer, source, heads, AttentionOptions(True, dropout=rate), sizes.norm, out)
 
 
-def _added(layer: LayerMaker, sizes: DecoderSizes, x: Value, branch: Value, index: int) -> Value:
-    """Return x and a branch, added."""
+def _branch(layer: LayerMaker, sizes: DecoderSizes, branch: Value, index: int) -> Value:
+    """Return what of a branch is added: with its norm and dropout, if it has them."""
     if sizes.norm.sandwich:
         branch = layer.norm(branch, f"norm{index}_out", sizes.hidden, sizes.norm)
     with layer.within("residual"):
-        branch = layer.dropped(branch, sizes.dropout.residual, f"kept{index}")
-        return layer("Add", x, branch, name=f"x{index}")
+        return layer.dropped(branch, sizes.dropout.residual, f"kept{index}")
+
+
+def _added(layer: LayerMaker, x: Value, branch: Value, name: str) -> Value:
+    with layer.within("residual"):
+        return layer("Add", x, branch, name=name)
 
 
 def _shape(value: Value) -> tuple[int, ...]:

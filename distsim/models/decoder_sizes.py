@@ -22,6 +22,7 @@ from distsim.models.sizes import (
     check_rates,
     check_sizes,
 )
+from distsim.suggestions import choices_for
 
 MAX_TOKENS = 2**24
 """Of a sequence: each position is a number in the function (tables of rotary positions)."""
@@ -77,6 +78,12 @@ class DropoutRates:
         check_rates(**{f"{name}_dropout": rate for name, rate in asdict(self).items()})
 
 
+BRANCHES = ("sequential", "parallel", "parallel_one_norm")
+"""How attention and feed-forward of a layer follow each other: what feed-forward reads is what attention was
+added to; or both read what came into the layer and are added to it together (Wang and Komatsuzaki 2021,
+GPT-J), each behind a norm of its own (GPT-NeoX) or behind one (GPT-J, Falcon 7B)."""
+
+
 @dataclass(frozen=True)
 class PartNames:
     """What a family calls its parameters and layers."""
@@ -104,7 +111,8 @@ class DecoderSizes:
     """The sizes of a decoder: layers of attention and feed-forward, or experts where ``expert_layers`` are.
 
     ``tied``: the output head is the embedding. ``embedding_scale``: what embeddings are multiplied by (the
-    root of hidden in Gemma). ``softcap`` c: logits are c tanh(logits / c), 0 being none. Batch and sequence
+    root of hidden in Gemma). ``softcap`` c: logits are c tanh(logits / c), 0 being none. ``branches``: of
+    :data:`BRANCHES`. Batch and sequence
     are no sizes of a model: they are given when it is built. ``left_out`` says what a model has besides that
     is not built. Raises :class:`PlanError` naming what does not fit.
     """
@@ -122,6 +130,7 @@ class DecoderSizes:
     tied: bool = False
     embedding_scale: float | None = None
     softcap: float = 0.0
+    branches: str = BRANCHES[0]
     names: PartNames = LLAMA_NAMES
     left_out: tuple[str, ...] = ()
 
@@ -129,6 +138,10 @@ class DecoderSizes:
         check_sizes(layers=self.layers, hidden=self.hidden, vocab=self.vocab)
         check_caps(softcap=self.softcap, embedding_scale=self.embedding_scale or 0.0)
         check_layers(self.layers)
+        if self.branches not in BRANCHES:
+            raise PlanError(
+                f"branches={self.branches!r} is not one of {choices_for(self.branches, BRANCHES)}"
+            )
         self.attention.check(self.hidden, not self.positions.learned)
         check_elements(self._largest())
 

@@ -25,12 +25,15 @@ PADDED_TO = 128
 MEGATRON_DROPOUT = DropoutRates(0.1, 0.1, 0.1)
 """Defaults of --hidden-dropout and --attention-dropout (megatron/training/arguments.py)."""
 
+NEOX_ROTARY = 0.25
+"""rotary_pct of GPT-NeoX's configurations of its 20B and of Pythia (configs/20B.yml, configs/pythia)."""
+
 ALMOST = 0.1
 """How far published numbers of parameters may be from those that sizes make: they are rounded."""
 
 GPT = r"gpt|opt\b|bloom|mpt|turing|mt-?nlg|pythia|neox"
 LLAMA = r"llama|mistral|internlm|\byi\b|vicuna|codellama|mixtral|qwen"
-OTHERS = r"bert|\bt5\b|encoder|\bvit\b|mamba|\bssm\b|\brwkv\b|diffusion|\bdit\b|resnet|\bmlp\b"
+OTHERS = r"bert|\bt5\b|encoder|\bvit\b|mamba|\bssm\b|\brwkv\b|diffusion|\bdit\b|resnet|^mlp\b"
 
 
 @dataclass(frozen=True)
@@ -137,17 +140,22 @@ def _gpt(row: Row, arch: str, numbers: _Numbers, megatron: bool, assumed: list[s
     drops = megatron and "nemotron" not in f"{arch} {plain(row, 'model')}"
     if drops:
         assumed.append("dropout 0.1")
+    heads = GroupedHeads(numbers.heads, numbers.kv_heads, bias=bias, out_bias=bias)
+    if rotary and re.search("neox|pythia", f"{arch} {plain(row, 'model')}"):
+        assumed.append(f"rotary positions of {NEOX_ROTARY:g} of each head")
+        heads = replace(heads, rotary_dims=int(heads.size(numbers.hidden) * NEOX_ROTARY))
     activation = "silu" if gated and "geglu" not in arch else "gelu"
     return DecoderSizes(
         numbers.layers,
         numbers.hidden,
         numbers.vocab,
-        GroupedHeads(numbers.heads, numbers.kv_heads, bias=bias, out_bias=bias),
+        heads,
         FeedForward(numbers.ffn or None, activation, gated=bool(gated), bias=bias),
         norm=Norm("rms" if "rmsnorm" in arch else "layer"),
         positions=Positions(number(row, "seq"), learned=not rotary),
         dropout=MEGATRON_DROPOUT if drops else DropoutRates(),
         tied=tied,
+        branches="parallel" if re.search(r"parallel[- ](att|resid|branch)", arch) else "sequential",
         names=GPT_NAMES,
     )
 

@@ -20,7 +20,12 @@ from distsim.plan.stacks import STACKS, Stack
 DEFAULTS: dict[str, object] = {
     **{"--kv-channels": None, "--num-query-groups": None, "--ffn-hidden-size": None, "--vocab-size": None},
     **{"--make-vocab-size-divisible-by": 128, "--position-embedding-type": "learned_absolute"},
-    **{"--normalization": "LayerNorm", "--norm-epsilon": 1e-5, "--rotary-base": 10000},
+    **{
+        "--normalization": "LayerNorm",
+        "--norm-epsilon": 1e-5,
+        "--rotary-base": 10000,
+        "--rotary-percent": 1.0,
+    },
     **{"--hidden-dropout": 0.1, "--attention-dropout": 0.1, "--q-lora-rank": None, "--kv-lora-rank": 32},
     **{"--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128, "--num-experts": None},
     **{"--moe-layer-freq": 1, "--moe-ffn-hidden-size": None, "--moe-router-topk": 2},

@@ -9,7 +9,7 @@ from distsim.errors import ImportModelError, PlanError
 from distsim.importer.configs.arithmetic import flags_of
 from distsim.importer.configs.tracked import TrackedFields
 from distsim.importer.decoders import model_names, named_sizes
-from distsim.importer.decoders.huggingface import MAX_CONFIG_LAYERS
+from distsim.importer.decoders.families import MAX_CONFIG_LAYERS
 from distsim.models.decoder_sizes import (
     GPT_NAMES,
     LLAMA_NAMES,
@@ -125,8 +125,6 @@ def _positions(fields: TrackedFields, notes: list[str]) -> Positions:
         notes.append("--position-embedding-type none: built with rotary positions, which take a little time")
     if kind not in ("learned_absolute", "rope", "yarn", "mrope", "none"):
         raise fields.refusal("--position-embedding-type", "learned_absolute, rope, yarn or none")
-    if fields.value("--rotary-percent") not in (None, 1, 1.0):
-        notes.append("--rotary-percent: positions turn whole heads")
     latent, theta = fields.on("--multi-latent-attention"), fields.number("--rotary-base")
     return Positions(max(context, seq), learned=kind == "learned_absolute" and not latent, theta=theta)
 
@@ -153,6 +151,10 @@ def _attention(
     if width is None and hidden % heads:
         raise fields.refusal("--num-attention-heads", f"a divisor of --hidden-size {hidden}")
     window, windowed = _window(fields, layers)
+    size = width or hidden // heads
+    turned = int(size * fields.number("--rotary-percent"))
+    if not 2 <= turned <= size or turned % 2:
+        raise fields.refusal("--rotary-percent", f"a share of a head that is an even number of its {size}")
     return GroupedHeads(
         heads,
         None if kv_heads == heads else kv_heads,
@@ -162,6 +164,7 @@ def _attention(
         norm=own_norm,
         window=window,
         windowed=windowed,
+        rotary_dims=None if turned == size else turned,
     )
 
 

@@ -88,9 +88,9 @@ class ConfigFields:
             raise self.refusal(name, f"a whole number from {least} to {most}")
         return value
 
-    def maybe_count(self, name: str, least: int = 1) -> int | None:
+    def maybe_count(self, name: str, least: int = 1, most: int = MAX_COUNT) -> int | None:
         """Return a whole number, or None for null."""
-        return None if self._is_null(name) else self.count(name, least)
+        return None if self._is_null(name) else self.count(name, least, most)
 
     def number(self, name: str) -> float:
         """Return a positive number."""

@@ -23,14 +23,6 @@ _GEMMA = _Near(
     "whose windows are in every other layer, where five of six have one, without norms of queries and keys",
 )
 _NEAR: Mapping[str, _Near] = {
-    "gpt_neox": _Near(
-        "gpt", {**_SIZES, **_FFN}, "of learned positions, whose branches run one after the other"
-    ),
-    "falcon": _Near(
-        "gpt",
-        {**_SIZES, "ffn": "ffn_hidden_size", "vocab": "vocab_size"},
-        "with keys and values for each head, learned positions, branches one after the other",
-    ),
     "opt": _Near("gpt", {**_SIZES, "ffn": "ffn_dim", "vocab": "vocab_size"}, "with GELU"),
     "phi3": _Near("llama", {**_SIZES, **_KEYS, **_FFN}, "with a weight for each of what it has in one"),
     "gemma3": _GEMMA,
@@ -52,8 +44,8 @@ _NEAR: Mapping[str, _Near] = {
 def near_family(config: Mapping[str, object]) -> str:
     """Return what comes near to a config of a family that is not read, for the end of an error, or nothing.
 
-    >>> near_family({"model_type": "gpt_neox", "num_hidden_layers": 44, "hidden_size": 6144})
-    '; near it comes gpt:layers=44,hidden=6144, of learned positions, whose branches run one after the other'
+    >>> near_family({"model_type": "opt", "num_hidden_layers": 24, "hidden_size": 1024})
+    '; near it comes gpt:layers=24,hidden=1024, with GELU'
     """
     family = config.get("model_type")
     near = _NEAR.get(family) if isinstance(family, str) else None

@@ -24,7 +24,8 @@ class GroupedHeads:
     values, ``out_bias``: of the output. ``norm``: RMSNorm of each query and key head. ``scale`` None: 1 /
     sqrt(head_dim). ``softcap`` c: scores are c tanh(scores / c), 0 being none. ``window``: how many tokens a
     query sees to its left, itself included, 0 being all, in the layers where ``windowed``, repeated over the
-    layers, says so.
+    layers, says so. ``rotary_dims``: how many of the first dimensions of a head carry rotary positions, where
+    positions are rotary, None being all.
     """
 
     heads: int
@@ -37,9 +38,11 @@ class GroupedHeads:
     softcap: float = 0.0
     window: int = 0
     windowed: tuple[bool, ...] = (True,)
+    rotary_dims: int | None = None
 
     def __post_init__(self) -> None:
         check_sizes(heads=self.heads, kv_heads=self.groups, head_dim=self.head_dim or 1)
+        check_sizes(rotary_dims=2 if self.rotary_dims is None else self.rotary_dims)
         check_counts(window=self.window)
         check_caps(softcap=self.softcap, scale=self.scale or 0.0)
         if self.heads % self.groups:
@@ -58,7 +61,7 @@ class GroupedHeads:
 
     def turned(self, hidden: int) -> int:
         """How many dimensions of a head carry rotary positions."""
-        return self.size(hidden)
+        return self.size(hidden) if self.rotary_dims is None else self.rotary_dims
 
     def window_of(self, layer: int) -> int:
         """The window of a layer, 0 being none."""
@@ -70,8 +73,13 @@ class GroupedHeads:
         if self.head_dim is None and hidden % (self.heads * pair):
             width = " into heads of an even width" if rotary else ""
             raise PlanError(f"heads={self.heads} does not divide hidden={hidden}{width}")
-        if self.size(hidden) % pair:
+        if self.rotary_dims is None and self.size(hidden) % pair:
             raise PlanError(f"head_dim={self.head_dim} must be even: positions turn pairs")
+        if self.rotary_dims is not None and (self.rotary_dims % 2 or self.rotary_dims > self.size(hidden)):
+            raise PlanError(
+                f"rotary_dims={self.rotary_dims} must be even, as positions turn pairs, and at most the "
+                f"{self.size(hidden)} dimensions of a head"
+            )
 
 
 @dataclass(frozen=True)
@@ -129,7 +137,7 @@ def grouped_attention(
         query = layer.norm(query, "q_norm", size, per_head)
         key = layer.norm(key, "k_norm", size, per_head)
     if layer.turns:
-        query, key = layer.rotated(query), layer.rotated(key)
+        query, key = (_turned(layer, each, sizes.turned(hidden), size) for each in (query, key))
     joined = _joined(layer, core(layer, query, key, value, options), heads * size)
     return layer.linear(joined, out, heads * size, hidden, sizes.out_bias)
 
@@ -183,6 +191,14 @@ def core(layer: LayerMaker, query: Value, key: Value, value: Value, options: Att
         return layer.maker.add("Attention", heads, options.attributes(), output_names=names)[0]
     rest = replace(options, is_causal=False, window=None)  # the mask says both
     return write_attention(layer.maker, [*heads, mask], rest.attributes(), "mixed", causal_mask=True)
+
+
+def _turned(layer: LayerMaker, heads: Value, turned: int, size: int) -> Value:
+    """Return heads of which the first ``turned`` of ``size`` dimensions have been turned."""
+    if turned == size:
+        return layer.rotated(heads)
+    first, rest = layer.maker.add("Split", [heads], {"split": (turned, size - turned), "axis": -1})
+    return layer("Concat", layer.rotated(first), rest, axis=-1)
 
 
 def _by_head(layer: LayerMaker, source: Value, heads: int, size: int) -> Value:
