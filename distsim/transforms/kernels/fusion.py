@@ -37,6 +37,7 @@ from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epil
 from distsim.transforms.kernels.products import in_order, products_of_groups
 from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
 from distsim.transforms.kernels.strides import strided
+from distsim.transforms.kernels.unfused_softmax import in_torch, kernel_takes, runs_in_torch
 from distsim.transforms.op_graph import hands_on
 
 _FUSED = Cache[Function, RewrittenOps | None](
@@ -91,6 +92,8 @@ def _fused(function: Function, kernels: Kernels) -> RewrittenOps | None:
         if groups[number][-1] in turns:
             (before, *inside, after) = in_float32(group)
             run = [before, kernel_of(inside, after.inputs), after]
+        elif any(kernels.triangles and runs_in_torch(op, kernels.triangles) for op in group):
+            run = in_torch(group, outside)
         else:
             one = not joined.isdisjoint(groups[number])
             run = [group[0] if len(group) == 1 else kernel_of(group, outside, one)]
@@ -114,7 +117,7 @@ def _as_run(op: Op, kernels: Kernels) -> Op:
     times = dict(kernels.rereads).get(op.op_type, 0)
     if times and not (op.op_type == "Float8Cast" and len(op.inputs) > 1):  # its Float8Amax is that kernel
         marks[AGAIN] = times
-    if op.attributes.get(CAUSAL, 0) and shape_of(op.outputs[0])[-1] <= kernels.triangles:
+    if op.attributes.get(CAUSAL, 0) and kernel_takes(shape_of(op.outputs[0]), kernels.triangles):
         marks[TRIANGLE] = 1
     if marks:
         return replace(op, attributes=Attributes({**op.attributes, **marks}))

@@ -78,15 +78,16 @@ def in_float32(ops: Sequence[Op]) -> list[Op]:
         replace(op, inputs=substitute(op.inputs, own), outputs=substitute(op.outputs, own)) for op in ops
     ]
     return [
-        _cast(source, wide[0]),
-        _cast(wide[0], narrow),
+        cast_op(source, wide[0]),
+        cast_op(wide[0], narrow),
         *inside,
-        _cast(turned, wide[1]),
-        _cast(wide[1], result),
+        cast_op(turned, wide[1]),
+        cast_op(wide[1], result),
     ]
 
 
-def _cast(value: Value, to: Value) -> Op:
+def cast_op(value: Value, to: Value) -> Op:
+    """Return the cast of a value to the type of another, which it makes."""
     return Op("Cast", (value,), (to,), Attributes({"to": type_number(as_tensor(to.type, to.name).dtype)}))
 
 
