@@ -20,6 +20,7 @@ REMAT = (
     "attention",
     "ops:LIST",
     "parts:LIST",
+    "names:LIST",
     "matmuls",
     "min_cut",
     "budget:X",
@@ -28,8 +29,9 @@ REMAT = (
 backward needs; every N-th block so; the first N layers of each stage; the layers of each stage in groups of
 N, each group from its input; core attention, from queries, keys and values; all of a block but what ops of
 the types listed make, as in ops:MatMul+Attention, or all but each N-th of them, as in ops:MatMul/2; the parts
-listed, of PARTS; all but matrix products; what a minimum cut does not save; what does not fit into the share
-X, 0 to 1, of the bytes that the minimum cut of each block saves beyond its inputs."""
+listed, of PARTS; all of a block but the values listed, of NAMES; all but matrix products; what a minimum cut
+does not save; what does not fit into the share X, 0 to 1, of the bytes that the minimum cut of each block
+saves beyond its inputs."""
 
 PARTS = ("norms", "activations", "up_projections", "attention")
 """Parts of a layer that may run again, as in parts:norms+activations: normalizations; activations between two
@@ -37,8 +39,14 @@ products, with the product of both halves of a gated one; what lies between atte
 keys and values (multi-head latent attention); core attention."""
 
 
+NAMES = ("qkv_proj", "context", "out_proj", "mlpwi", "mlpwo")
+"""Values of a layer that may be saved, as in names:qkv_proj+out_proj, called as MaxText calls them for JAX's
+``save_only_these_names`` (MaxText/layers: ``checkpoint_name``): queries, keys and values as attention reads
+them; what attention makes; the product behind it; the first products of the feed-forward; its last."""
+
+
 class Remat(NamedTuple):
-    """A way to save or recompute, one of REMAT, with its number, its types of ops, or its parts.
+    """A way to save or recompute, one of REMAT, with its number, its types of ops, or its parts or names.
 
     Of a type (name, N) all but each N-th are saved, all where N is 0.
     """
@@ -72,8 +80,8 @@ def parse_remat(text: object) -> Remat:
     if not colon:
         return Remat(name)
     kind = known.partition(":")[2]
-    if name == "parts":
-        return Remat(name, parts=_parse_parts(text, given))
+    if name in _LISTS:
+        return Remat(name, parts=_parse_list(text, given, *_LISTS[name]))
     if kind == "LIST":
         return Remat(name, ops=_parse_ops(text, given))
     whole, low, high = (True, 1, MAX_DEGREE) if kind == "N" else (False, 0, 1)
@@ -85,14 +93,17 @@ def parse_remat(text: object) -> Remat:
     return Remat(name, float(given))
 
 
-def _parse_parts(text: object, given: str) -> tuple[str, ...]:
+_LISTS = {"parts": (PARTS, "part"), "names": (NAMES, "name")}
+
+
+def _parse_list(text: object, given: str, usable: tuple[str, ...], what: str) -> tuple[str, ...]:
     names = given.split("+")
     for place, name in enumerate(names):
-        if name not in PARTS:
-            known = choices_for(name, PARTS)
-            raise PlanError(f"remat={shortened(text)}: {shortened(name)} is no part; choose from {known}")
+        if name not in usable:
+            known = choices_for(name, usable)
+            raise PlanError(f"remat={shortened(text)}: {shortened(name)} is no {what}; choose from {known}")
         if name in names[:place]:
-            raise PlanError(f"remat={shortened(text)} names {name} twice; name each part once")
+            raise PlanError(f"remat={shortened(text)} names {name} twice; name each {what} once")
     return tuple(names)
 
 

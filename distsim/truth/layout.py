@@ -224,6 +224,19 @@ def _stages(row: Row, stack: Stack, stages: int, assumed: list[str]) -> str:
 # --- what is kept, divided, and when it travels -------------------------------------------------------------
 
 
+JAX_NAMES = {
+    "qkv-proj": ("qkv_proj",),
+    "out-proj": ("out_proj",),
+    "context": ("context",),
+    "qkv-out-proj": ("qkv_proj", "out_proj"),
+    "dot-except-mlp": ("qkv_proj", "out_proj"),
+    "dot-except-mlpwi": ("qkv_proj", "out_proj", "mlpwo"),
+    "dot-with-context-except-mlp": ("qkv_proj", "context", "out_proj"),
+}
+"""What MaxText's remat_policy (layers/decoders.py, ``get_remat_policy``) and Praxis' AutodiffCheckpointType
+(layers/checkpoint_policy.py) save by names."""
+
+
 def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> str:
     text = plain(row, "recompute")
     early = "_early" if stack.family in EARLY_CHECKPOINT else ""
@@ -245,9 +258,14 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
         return f"full{early}" if kind == "uniform" and layers == 1 else f"{kind}:{layers}"
     if every:
         return f"every{early}:{every[1] or every[2]}"
+    named = re.search(
+        r"\bsave-(dot-(with-context-)?except-mlp(wi)?|qkv-(out-)?proj|(qkv|out)-proj|context)\b", text
+    )
+    if named:
+        return f"names:{'+'.join(JAX_NAMES[named[1]])}"
     if re.search(r"save-dot(-only|-with-no-batch)|\bminimal\b", text):  # XLA's names: products of weights
         saved = "ops:MatMul+Gemm" + "+Float8MatMul" * eight_bits(row)
-        return f"{saved}+Attention" if re.search(r"attention", text) else saved
+        return f"{saved}+Attention" if re.search(r"attention|context", text) else saved
     if re.match(r"(selective|sac|attention|core)", text):
         parts = _modules(text)
         if parts:

@@ -46,9 +46,11 @@ def stages_of(sizes: StageSizes, text: str, assumed: list[str]) -> str:
     Where they do not divide, the embedding and the head may count as layers. Raises
     :class:`MissingFeatureError` where they do not divide either.
     """
-    last = re.search(r"final-stage layers ?[=:] ?([0-9]{1,4})\b", text)
+    last = re.search(
+        r"final-stage layers ?[=:] ?([0-9]{1,4})\b|last stage of ([0-9]{1,4}) (?:layers?|blocks?)\b", text
+    )
     if last:
-        return _with_last(sizes, int(last[1]))
+        return _with_last(sizes, int(last[1] or last[2]))
     if "redistribut" in text:
         # Vocabulary Parallelism (Yeung et al. 2025), section 6: stages are to be as long as each other.
         return _with_last(sizes, _redistributed_last(sizes), assumed)

@@ -13,7 +13,7 @@ _CASTS = ("Cast", "Float8Cast", "Float8Amax")
 _ACTIVATIONS = ("Relu", "Gelu", "Swish", "Mish", "HardSwish")
 
 
-class _ForwardPass:
+class ForwardPass:
     """Walks the forward pass of a graph."""
 
     def __init__(self, graph: JointGraph) -> None:
@@ -54,11 +54,11 @@ class _ForwardPass:
         return [each for each in range(len(self.graph.nodes)) if self.forward(each) and wanted(each)]
 
 
-def _norms(search: _ForwardPass) -> list[int]:
+def _norms(search: ForwardPass) -> list[int]:
     return search.positions(lambda each: search.node(each).op in _NORMS and not search.graph.nodes[each].item)
 
 
-def _activations(search: _ForwardPass) -> list[int]:
+def between_products(search: ForwardPass) -> list[int]:
     """What lies between two products: an activation, what it gates, and that times the weights of rows."""
 
     def thin(each: int) -> bool:
@@ -74,7 +74,7 @@ def _activations(search: _ForwardPass) -> list[int]:
     return [each for each in found if search.forward(each) and _leads_to_product(search, each)]
 
 
-def _leads_to_product(search: _ForwardPass, position: int) -> bool:
+def _leads_to_product(search: ForwardPass, position: int) -> bool:
     """Whether a product reads a value, or what element-wise ops make of it."""
     todo, seen = [position], set[int]()
     while todo:
@@ -90,7 +90,7 @@ def _leads_to_product(search: _ForwardPass, position: int) -> bool:
     return False
 
 
-def _up_projections(search: _ForwardPass) -> list[int]:
+def _up_projections(search: ForwardPass) -> list[int]:
     """What lies between attention and the compressions of its queries, keys and values: products of them too.
 
     A compression is a product as well, with a norm, splits and casts behind it, so what reads hidden states
@@ -113,13 +113,13 @@ def _up_projections(search: _ForwardPass) -> list[int]:
     return [each for each in between if each in ups or not search.product(each)] if ups else []
 
 
-def _attention(search: _ForwardPass) -> list[int]:
+def _attention(search: ForwardPass) -> list[int]:
     return sorted({each for part in core_attention(search.graph) for each in part})
 
 
-PARTS: Mapping[str, Callable[[_ForwardPass], list[int]]] = {
+PARTS: Mapping[str, Callable[[ForwardPass], list[int]]] = {
     "norms": _norms,
-    "activations": _activations,
+    "activations": between_products,
     "up_projections": _up_projections,
     "attention": _attention,
 }
@@ -131,7 +131,7 @@ def inside_parts(graph: JointGraph, names: Sequence[str]) -> frozenset[int]:
 
     Raises :class:`KeyError` for another name.
     """
-    search = _ForwardPass(graph)
+    search = ForwardPass(graph)
     found = {each for name in names for each in PARTS[name](search)}
     for position in range(len(graph.nodes)):
         node, read = search.node(position), search.read(position)

@@ -27,7 +27,7 @@ def core_attention(graph: JointGraph) -> list[frozenset[int]]:
     for position, node in enumerate(graph.nodes):
         if node.phase is not Phase.FORWARD or node.item is not None:
             continue
-        if node.op in _KERNELS and not search.is_a_step(position):
+        if node.op in ATTENTION_OPS and not search.is_a_step(position):
             found.append(search.steps(position))
         elif node.op == "Softmax":
             inside = search.around(position)
@@ -47,8 +47,8 @@ def fixed_nodes(graph: JointGraph) -> set[int]:
 
 
 _MERGES = ("MergeAttention", "WideMergeAttention")
-_KERNELS = ("Attention", "AttentionPart", *_MERGES)
-_STEPS = (*_KERNELS, "MPIShift", "MPIAllgather", "CopyIn", "LocalPlaces")
+ATTENTION_OPS = ("Attention", "AttentionPart", *_MERGES)
+_STEPS = (*ATTENTION_OPS, "MPIShift", "MPIAllgather", "CopyIn", "LocalPlaces")
 
 
 class _CoreSearch:

@@ -13,6 +13,7 @@ from distsim.ops.rules import check_op_types
 from distsim.plan.recomputation import parse_remat
 from distsim.transforms.recompute.cheap_parts import inside_parts
 from distsim.transforms.recompute.core_attention import core_attention
+from distsim.transforms.recompute.saved_names import named_values
 from distsim.transforms.recompute.saves import (
     JointGraph,
     JointNode,
@@ -115,6 +116,12 @@ def policy_named(text: str) -> Policy:
     Megatron-LM's selective recomputation does with ``--recompute-modules layernorm moe_act mla_up_proj``, and
     DeepSeek-V3's training did with its norms and up-projections, and with its activations.
 
+    ``names:LIST`` saves of a block its inputs and the values named (:func:`named_values`), as JAX's
+    ``save_only_these_names`` does: of all else what backward needs runs again, collectives too, and no more
+    (XLA compiles nothing that is not read).
+    MaxText's ``save_qkv_proj`` is ``names:qkv_proj``, its ``save_dot_except_mlpwi``
+    ``names:qkv_proj+out_proj+mlpwo``, Praxis' ``SAVE_QKV_OUT_PROJ`` ``names:qkv_proj+out_proj``.
+
     ``matmuls`` saves the results of matrix
     products only; ``min_cut`` the least bytes from which all that is cheap follows; ``budget:X`` at most the
     share X of what is between the inputs alone and the min-cut, recomputing what takes least time. These
@@ -135,6 +142,8 @@ def policy_named(text: str) -> Policy:
     if name == "parts":
         rule = partial(outside_parts, names=parts)
         return Policy(text, rule, rule, named=" or ".join(each.replace("_", " ") for each in parts))
+    if name == "names":
+        return Policy(text, partial(only_names, names=parts))
     if name == "block":
         return Policy(text, checkpoint, run=Run.WHOLE, first=int(figure))
     if name == "uniform":
@@ -167,6 +176,12 @@ def only_ops(graph: JointGraph, types: Sequence[tuple[str, int]]) -> list[int]:
         )
         if _op_of(graph, position) not in again
     ]
+
+
+def only_names(graph: JointGraph, names: Sequence[str]) -> list[int]:
+    """Save the values of these names, and what is tagged to be."""
+    named = [each for each in named_values(graph, names) if not graph.nodes[each].wants_recompute]
+    return sorted({*checkpoint(graph), *named})
 
 
 def matmuls(graph: JointGraph) -> list[int]:
