@@ -47,8 +47,10 @@ ONE_CLUSTER = dict.fromkeys(
 )
 """Sources of the same publisher and software, and of the same cluster or one that they do not name: they are
 left out together."""
+LEVEL = 0.9
+"""How many measured steps an interval is to hold."""
 QUANTILE = 1.645
-"""How many standard deviations 90 % intervals reach to either side."""
+"""How many standard deviations such intervals reach to either side."""
 STEPS = 8
 """Steps of Gauss-Newton at most: derivatives are taken anew at every second one."""
 STILL = 0.05
@@ -85,6 +87,7 @@ def fit(rows: Rows, say: Callable[[str], None], begin: Mapping[str, float]) -> F
     logs = np.array([math.log(begin.get(name, each.prior) / each.prior) for name, each in FIGURES.items()])
     every = np.ones(len(rows.rows), np.bool_)
     slopes, residuals = np.zeros((len(rows.rows), len(logs))), np.zeros(len(rows.rows))
+    before = np.zeros(len(logs))
     for step in range(STEPS + 1):
         residuals = np.log(rows.predict(logs) / rows.measured)
         say(f"step {step}: mean error {np.abs(np.expm1(residuals)).mean():.1%}")
@@ -99,7 +102,8 @@ def fit(rows: Rows, say: Callable[[str], None], begin: Mapping[str, float]) -> F
         if step == STEPS:
             say(f"the fit moves still after {STEPS} steps")
         else:
-            logs = logs + change
+            before = np.where(change * before < 0, change / 2, change)  # what went to and fro goes half way
+            logs = logs + before
     return Fit(logs, residuals, slopes, weights)
 
 
@@ -173,14 +177,19 @@ def widened(rows: Rows, found: Fit, covariance: Floats) -> Floats:
 
 
 def spread_of(rows: Rows, found: Fit, covariance: Floats) -> float:
-    """Return by how much rows differ from what is fitted to them: the standard deviation of the logarithm.
+    """Return by how much steps differ from what other sources' rows say of them, beside the ``covariance`` of
+    the figures: the standard deviation of the logarithm.
 
-    Sources count as in the fit, less as many rows as there are figures that these set in place of the priors.
+    With it 90 % of the rows lie within the 90 % intervals around what is predicted without their source, each
+    source counted as in the fit: whom a prediction is made for is of no source either. So conformal
+    prediction sets what it says of a group that was not seen (Dunn, Wasserman and Ramdas 2022).
     """
-    weights = row_weights(rows)
-    priors = np.array([each.spread for each in FIGURES.values()])
-    set_by_rows = (1 - np.diag(covariance) / priors**2).sum()
-    return math.sqrt((weights * found.residuals**2).sum() / (weights.sum() - set_by_rows))
+    unseen = unseen_of(rows, found, rows, found.residuals, found.slopes)
+    reached = np.log(rows.measured / unseen.seconds) / QUANTILE
+    needed = np.sqrt(np.maximum(reached**2 - variances_of(rows, found.slopes, covariance), 0.0))
+    order = np.argsort(needed)
+    counted = np.cumsum(row_weights(rows)[order])
+    return float(needed[order][np.searchsorted(counted, LEVEL * counted[-1])])
 
 
 def slopes_of(rows: Rows, logs: Floats, residuals: Floats) -> Floats:
@@ -225,12 +234,9 @@ def fit_and_write(
     found = fit(rows, lambda text: print(text, file=sys.stderr), begin)
     _, covariance = found.solve(np.ones(len(rows.rows), np.bool_))
     figures = print_figures(found, covariance)
-    known = FittedFigures(
-        figures_of(found.logs),
-        widened(rows, found, covariance),
-        spread_of(rows, found, covariance),
-        ", ".join(path.name for path in given.tables),
-    )
+    values, wide = figures_of(found.logs), widened(rows, found, covariance)
+    tables = ", ".join(path.name for path in given.tables)
+    known = FittedFigures(values, wide, spread_of(rows, found, wide), tables)
     for name, deviation in zip(known.values, np.sqrt(np.diag(known.covariance)), strict=True):
         print(f"{name:12} deviates by {deviation:.3f}, sources included")
     fitted = np.exp(found.residuals) * rows.measured

@@ -20,7 +20,7 @@ from distsim.ir.kernel_rates import KernelRates
 
 PRESETS = Path(__file__).parents[1] / "distsim" / "hardware" / "presets"
 ROWS_OF_MACHINES = Path(__file__).parents[1] / "distsim" / "truth" / "machine.py"
-SPREAD_SOURCE = "standard deviation of the logarithm of the rows over what is fitted to them: "
+SPREAD_SOURCE = "standard deviation of the logarithm of rows over what those of other sources say: "
 UNCERTAINTY_SOURCE = "standard deviation of the logarithm that the rows leave open, or sources disagree by, "
 
 FAMILIES = {
@@ -225,7 +225,7 @@ class FittedFigures:
     """Figures that were fitted to ``tables``, and how well they are known.
 
     ``covariance`` [figures, figures] is that of their logarithms, in the order of ``values``;
-    ``spread`` is by how much rows differ from what is fitted to them, a standard deviation of the logarithm.
+    ``spread`` is by how much steps differ beside that, a standard deviation of the logarithm.
     """
 
     values: Mapping[str, float]

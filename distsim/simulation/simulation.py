@@ -44,7 +44,7 @@ class Simulation:
     >>> import distsim
     >>> step = distsim.simulate("mlp:layers=4,width=64", "dgx-a100", plan="dp=2", batch=16, kernels="ops")
     >>> step
-    Simulation(mlp:layers=4,width=64 on dgx-a100, dp=2,tp=1,pp=1,...; 131.9 us a step; 121,275 samples/s ...)
+    Simulation(mlp:layers=4,width=64 on dgx-a100, dp=2,tp=1,pp=1,...; 131.9 us a step; 121,274 samples/s ...)
     >>> sorted(step.breakdown("phase"))
     ['backward', 'forward', 'update']
     """

@@ -48,7 +48,7 @@ CUT_NVLINK = r"\b[ah]800\b"
 
 HOPPER = ("dgx-h100", "dgx-h200", "hgx-h100-96gb", "h100-nvl", "h100-pcie")
 OLD_TORCH = r"\b(py)?torch[ =-]*(1\.[0-9]+|2\.[0-4])(?![0-9])|\bnanotron\b"
-OLD_LIBRARIES = 0.834
+OLD_LIBRARIES = 0.835
 """How fast products are on Hopper, of what they are since, by cuBLAS of CUDA 12.1 and before: the figure
 ``libraries.2023`` of experiments/calibrate.py. Torch up to 2.4 has that (its wheels pin cuBLAS 12.1.3), and
 nanotron's README installs one of it (042dfeaa)."""
