@@ -1,8 +1,8 @@
 """How far to trust the seconds of a step: an interval around them.
 
 The logarithm of measured over predicted seconds is taken to be normal with mean 0. Its variance is the sum
-of that of steps on the device whatever they consist of (``Device.rates.spread``: by how much steps differ from
-what steps of other sources say of them), of how well the figures of each kind of work are known
+of that of steps on the device whatever they consist of (``Device.rates.spread``: by how much steps differ
+from what steps of other sources say of them), of how well the figures of each kind of work are known
 (``Device.rates.uncertainties``: what these rows leave open), and of what is assumed of kinds that nothing was
 fitted to (:data:`SPREADS`). What a kind adds is by its share of the critical path: by so much a step takes
 longer whose work of that kind does.
