@@ -112,6 +112,16 @@ def is_decoder(source: Source) -> bool:
     return bool(source.partition(".json")[1]) or name in model_names() or config_in(name) is not None
 
 
+def is_named(source: str) -> bool:
+    """Whether a text names a model that comes with distsim, by itself or with options: it is in no file.
+
+    >>> is_named("llama3-8b:layers=4"), is_named("mlp:layers=2"), is_named("config.json")
+    (True, True, False)
+    """
+    name = source.partition(":")[0]
+    return name in BUILDERS or name in BUNDLED or name in model_names()
+
+
 def _import(path: Any, batch: int | None, sizes: dict[str, int], parameters: Sequence[str]) -> Function:
     if batch is not None and sizes.get("batch", batch) != batch:
         raise ImportModelError(f"batch is given twice, {batch} and {sizes['batch']}; give it once")

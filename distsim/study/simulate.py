@@ -37,7 +37,7 @@ from distsim.study.options import (
     SimulationKeywords,
     options_of,
 )
-from distsim.study.training_step import training_step
+from distsim.study.training_step import kept_training_step
 from distsim.transforms.kernels.policies import Kernels
 
 
@@ -157,7 +157,7 @@ def simulated(
     _check_own_runs(options, engine.own_runs)
     order = _table(engine.schedule)
     asked = plan_asked(options.plan, order)
-    function, choices = training_step(replace(options, plan=asked), progress)
+    function, choices = kept_training_step(replace(options, plan=asked), progress)
     plans = _Plans(function, topology, engine, choices.kernels, order)
 
     def build(plan: Plan) -> Program:

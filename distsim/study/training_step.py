@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from distsim.cache import Cache, MemoryLimit
 from distsim.console.terminal import say
 from distsim.errors import PlanError
-from distsim.importer import load_model
+from distsim.importer import is_named, load_model
 from distsim.ir import DType, Float32, Function, Tensor
 from distsim.ir.dead import brings_backward
 from distsim.plan import Plan
@@ -21,6 +22,18 @@ from distsim.transforms.inference import as_inference
 from distsim.transforms.kernels.attention import default_attention, set_attention
 from distsim.transforms.kernels.composites import merge_composites
 from distsim.transforms.key_heads import repeat_keys
+
+MOST_KEPT = 8
+"""How many training steps of models read by name are kept: of one model several, where a stack pads its
+vocabulary for tensor-parallel ranks. All are forgotten when what is kept of plans takes too much."""
+
+
+class _Named:
+    """Owns the steps that are kept."""
+
+
+_NAMED, _LIMIT = _Named(), MemoryLimit()
+_STEPS = Cache[_Named, Function]("training steps of models read by name, by how they are trained", MOST_KEPT)
 
 
 def forward_pass(options: ModelOptions, progress: Progress, inference: bool = False) -> Function:
@@ -43,9 +56,40 @@ def training_step(
     Raises what reading the model raises, and :class:`PlanError` for an unknown name, and for options that say
     what the model has decided itself.
     """
-    choices, loss = Choices.of(options), options.loss or "auto"
-    check_loss(loss)
+    choices = Choices.of(options)
     divided = choices.plan(plan_asked(options.plan)) if plan is None else plan
+    return _training_step(options, choices, divided, progress)
+
+
+def kept_training_step(options: ModelOptions, progress: Progress) -> tuple[Function, Choices]:
+    """Return what :func:`training_step` does: the same object for a model read by name, of the same sizes and
+    trained the same way, if it was one of the :data:`MOST_KEPT` last. So its plans share what is derived.
+    """
+    choices = Choices.of(options)
+    divided = choices.plan(plan_asked(options.plan))
+
+    def made() -> tuple[Function, Choices]:
+        return _training_step(options, choices, divided, progress)
+
+    named = isinstance(options.model, str) and is_named(options.model)
+    if not named or options.from_file is not None or options.outline:
+        return made()
+    if _LIMIT.exceeded():
+        _LIMIT.forget([_NAMED])
+    lists = (options.bind, options.parameters, options.keep or ())
+    key = (
+        *(options.model, options.batch, options.seq, options.loss, *map(tuple, lists)),
+        *(choices.optimizer, choices.precision, choices.clip, choices.attention, choices.stack),
+        *(choices.stack.vocabulary_multiple * divided.tp, divided.sequence_parts),
+    )
+    return _STEPS.get(_NAMED, key, lambda: made()[0]), choices
+
+
+def _training_step(
+    options: ModelOptions, choices: Choices, divided: Plan, progress: Progress
+) -> tuple[Function, Choices]:
+    loss = options.loss or "auto"
+    check_loss(loss)
     function = _logical_model(options, choices, progress, divided)
     if brings_backward(function):
         decided = options.given(BACKWARD)
