@@ -52,25 +52,29 @@ WRITTEN = {
 
 @dataclass(frozen=True)
 class FittedFigure:
-    """A figure that is fitted: its prior, how far the logarithm may be from that, and where that is from."""
+    """A figure that is fitted: its prior, how far the logarithm may be from that, where that is from, and the
+    most that it can be: 1 of a share of what is reached at best."""
 
     prior: float
     spread: float
     source: str
+    most: float = math.inf
 
 
 _ALONE = "of {} kernels alone over the shape rule, median (SimuMax, {})"
 MEASURED = "experiments/measured/h200_kernels.csv"
 _ALONE_HERE = f"of {{}} kernels alone over the shape rule, median ({MEASURED})"
 FIGURES: dict[str, FittedFigure] = {
-    "linear.a100": FittedFigure(0.96, 0.1, _ALONE.format(120, "a100_pcie.json")),
-    "linear.h100": FittedFigure(0.89, 0.15, _ALONE_HERE.format(27) + ", on H200, the same processor"),
+    "linear.a100": FittedFigure(0.96, 0.1, _ALONE.format(120, "a100_pcie.json"), most=1.0),
+    "linear.h100": FittedFigure(
+        0.89, 0.15, _ALONE_HERE.format(27) + ", on H200, the same processor", most=1.0
+    ),
     "linear.h200": FittedFigure(
         1.0, 0.05, f"of the FLOP/s of linear.h100: the same processor, and power; 0.95 alone ({MEASURED})"
     ),
-    "linear.b200": FittedFigure(0.66, 0.1, _ALONE.format(282, "b200_bf16_ceperm.json")),
-    "linear.gb200": FittedFigure(0.66, 0.15, "as B200; its power, 1,200 W, allows a higher clock"),
-    "linear.v100": FittedFigure(0.96, 0.2, "as A100; not measured"),
+    "linear.b200": FittedFigure(0.66, 0.1, _ALONE.format(282, "b200_bf16_ceperm.json"), most=1.0),
+    "linear.gb200": FittedFigure(0.66, 0.15, "as B200; its power, 1,200 W, allows a higher clock", most=1.0),
+    "linear.v100": FittedFigure(0.96, 0.2, "as A100; not measured", most=1.0),
     "libraries.2023": FittedFigure(
         0.9,
         0.1,
@@ -79,7 +83,7 @@ FIGURES: dict[str, FittedFigure] = {
     "float8": FittedFigure(1.0, 0.08, "in a step, of what kernels alone are faster by than those of 16 bits"),
     "batched": FittedFigure(0.8, 0.2, "of linear: thin products of heads"),
     "attention": FittedFigure(0.9, 0.1, "of the kernel alone, in a step"),
-    "memory": FittedFigure(0.95, 0.08, "of a large copy"),
+    "memory": FittedFigure(0.95, 0.08, "of a large copy", most=1.0),
     "launch.a100": FittedFigure(32e-6, 0.4, "25 to 40 us an op in eager mode (40: SimuMax, a100_pcie.json)"),
     "launch.h100": FittedFigure(0.75, 0.15, "of launch.a100: a host of a later generation"),
     "launch.h200": FittedFigure(

@@ -336,6 +336,23 @@ def test_a_field_that_a_file_leaves_out_is_as_transformers_class_has_it():
     assert (mixtral.norm.epsilon, mixtral.positions.theta) == (1e-5, 1e6)
 
 
+def test_positions_of_a_part_of_a_head_are_said_in_any_of_three_ways():
+    """As files of the class say them: transformers 4 wrote two of its fields a second time."""
+    base = FAMILIES["gpt_neox"]
+    rope = {"rope_theta": 50, "partial_rotary_factor": 0.5}
+    new = {key: value for key, value in base.items() if not key.startswith("rotary")} | {
+        "rope_parameters": rope
+    }
+    for table in (base, base | rope, new, new | {"rope_parameters": rope | {"rope_type": "default"}}):
+        sizes = sizes_from_hf(table)
+        assert (sizes.attention.rotary_dims, sizes.positions.theta) == (2, 50.0)
+    assert (
+        sizes_from_hf(base | {"rope_parameters": {"partial_rotary_factor": None}}).attention.rotary_dims == 2
+    )
+    odd = base | {"hidden_size": 20, "rotary_pct": 0.4}
+    assert sizes_from_hf(odd).attention == GroupedHeads(4, bias=True, out_bias=True, rotary_dims=2)
+
+
 def test_what_a_file_names_and_is_not_built_is_said():
     family = FAMILIES["deepseek_v2"]
     more = {"num_nextn_predict_layers": 1, "quantization_config": {"quant_method": "fp8"}}

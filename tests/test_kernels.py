@@ -12,7 +12,7 @@ from distsim.cost import CostModel
 from distsim.errors import PlanError
 from distsim.hardware import load_cluster
 from distsim.interpret import SequentialExecutor, count_flops
-from distsim.ir import Float, FunctionMaker, Role, Tensor, all_ops, callees, verify
+from distsim.ir import Float, Float16, FunctionMaker, Role, Tensor, all_ops, callees, verify
 from distsim.models import gpt, llama
 from distsim.ops import op_label, signature_of, work
 from distsim.plan import Plan
@@ -38,7 +38,11 @@ def known(model):
 @cache
 def of_whole_blocks(model):
     """A model whose scores, of 8 matrices and 32 keys, Megatron-LM's kernel of a softmax takes."""
-    made = llama(1, 16, 4, 2, 24, 32, 2, 32) if model == "llama" else gpt(1, 16, 2, 32, 4, 32)
+    half = Float16()
+    if model == "llama":
+        made = llama(1, 16, 4, 2, 24, 32, 2, 32, dtype=half)
+    else:
+        made = gpt(1, 16, 2, 32, 4, 32, dtype=half)
     return differentiate(made, SGD())
 
 

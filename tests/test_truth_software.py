@@ -6,7 +6,7 @@ from truth_rows import GPT, LLAMA
 import distsim
 from distsim.ir import BFloat16, Float32
 from distsim.transforms.kernels import KERNELS
-from distsim.truth import case_of, predict
+from distsim.truth import MissingFeatureError, case_of, predict
 from distsim.truth.machine import OLD_LIBRARIES, Cluster
 from distsim.truth.software import LOSS_FUSED
 
@@ -262,3 +262,38 @@ def test_plain_pytorch_is_the_stack_of_simulate():
     found = distsim.simulate("gpt2", "dgx-a100", "dp=8", batch=64, seq=1024)
     assert predict(case).seconds == pytest.approx(found.step_period, rel=1e-9)
     assert case_of(row | {"source_url": "arxiv:2104.04473"}).attention == "math", "before torch 2.0"
+
+
+@pytest.mark.parametrize(
+    ("text", "remat"),
+    [
+        ("partial: MaxText save_qkv_proj", "names:qkv_proj"),
+        ("save_out_proj", "names:out_proj"),
+        (
+            "XLA remat policy save_dot_except_mlpwi (the gate and up recomputed)",
+            "names:qkv_proj+out_proj+mlpwo",
+        ),
+        ("save_dot_except_mlp", "names:qkv_proj+out_proj"),
+        ("save_dot_with_context_except_mlp", "names:qkv_proj+context+out_proj"),
+        ("Praxis SAVE_QKV_OUT_PROJ", "names:qkv_proj+out_proj"),
+        ("save_encoded_and_out_proj", "names:context+out_proj"),
+        ("save_dot_only", "ops:MatMul+Gemm"),
+        ("minimal_with_context", "ops:MatMul+Gemm+Attention"),
+    ],
+)
+def test_policies_of_jax_save_values_by_name(text, remat):
+    assert (
+        case_of({**LLAMA, "precision": "bf16", "framework": "MaxText", "recompute": text}).plan.remat == remat
+    )
+
+
+@pytest.mark.parametrize("text", ["save_dot_with_context_except_mlpwi", "save_out_proj_offloaded"])
+def test_policies_that_save_otherwise_are_missing(text):
+    with pytest.raises(MissingFeatureError, match=text.replace("_", "-")):
+        case_of({**LLAMA, "precision": "bf16", "framework": "MaxText", "recompute": text})
+
+
+def test_branches_are_parallel_where_a_column_says_so_of_them():
+    rows = [GPT | {"arch": arch, "model": ""} for arch in ("gpt (parallel attention+MLP, rotary)", "gpt")]
+    assert [case_of(row).sizes.branches for row in rows] == ["parallel", "sequential"]
+    assert case_of(GPT | {"arch": "gpt (tensor-parallel attention)"}).sizes.branches == "sequential"

@@ -155,7 +155,9 @@ def _gpt(row: Row, arch: str, numbers: _Numbers, megatron: bool, assumed: list[s
         positions=Positions(number(row, "seq"), learned=not rotary),
         dropout=MEGATRON_DROPOUT if drops else DropoutRates(),
         tied=tied,
-        branches="parallel" if re.search(r"parallel[- ](att|resid|branch)", arch) else "sequential",
+        branches="parallel"
+        if re.search(r"(?<!tensor[- ])(?<!context[- ])parallel[- ](att|resid|branch)", arch)
+        else "sequential",
         names=GPT_NAMES,
     )
 

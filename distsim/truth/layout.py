@@ -232,6 +232,7 @@ JAX_NAMES = {
     "dot-except-mlp": ("qkv_proj", "out_proj"),
     "dot-except-mlpwi": ("qkv_proj", "out_proj", "mlpwo"),
     "dot-with-context-except-mlp": ("qkv_proj", "context", "out_proj"),
+    **dict.fromkeys(("encoded-and-out-proj", "context-and-out-proj"), ("context", "out_proj")),
 }
 """What MaxText's remat_policy (layers/decoders.py, ``get_remat_policy``) and Praxis' AutodiffCheckpointType
 (layers/checkpoint_policy.py) save by names."""
@@ -258,9 +259,7 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
         return f"full{early}" if kind == "uniform" and layers == 1 else f"{kind}:{layers}"
     if every:
         return f"every{early}:{every[1] or every[2]}"
-    named = re.search(
-        r"\bsave-(dot-(with-context-)?except-mlp(wi)?|qkv-(out-)?proj|(qkv|out)-proj|context)\b", text
-    )
+    named = re.search(rf"\bsave-({'|'.join(JAX_NAMES)})(?![\w-])", text)
     if named:
         return f"names:{'+'.join(JAX_NAMES[named[1]])}"
     if re.search(r"save-dot(-only|-with-no-batch)|\bminimal\b", text):  # XLA's names: products of weights

@@ -137,6 +137,10 @@ def _attention(
     grouped, groups = fields.on("--group-query-attention"), fields.maybe_count("--num-query-groups")
     own_norm, qkv_bias = fields.on("--qk-layernorm"), fields.on("--add-qkv-bias")
     if fields.on("--multi-latent-attention"):
+        if fields.number("--rotary-percent") != 1.0:
+            notes.append(
+                "--rotary-percent: what turns of latent attention is --qk-pos-emb-head-dim, all of it"
+            )
         return Latent(
             heads,
             fields.maybe_count("--q-lora-rank") or 0,
@@ -151,10 +155,6 @@ def _attention(
     if width is None and hidden % heads:
         raise fields.refusal("--num-attention-heads", f"a divisor of --hidden-size {hidden}")
     window, windowed = _window(fields, layers)
-    size = width or hidden // heads
-    turned = int(size * fields.number("--rotary-percent"))
-    if not 2 <= turned <= size or turned % 2:
-        raise fields.refusal("--rotary-percent", f"a share of a head that is an even number of its {size}")
     return GroupedHeads(
         heads,
         None if kv_heads == heads else kv_heads,
@@ -164,8 +164,24 @@ def _attention(
         norm=own_norm,
         window=window,
         windowed=windowed,
-        rotary_dims=None if turned == size else turned,
+        rotary_dims=_rotary_dims(fields, width or hidden // heads),
     )
+
+
+def _rotary_dims(fields: TrackedFields, size: int) -> int | None:
+    """Return how many dimensions of a head turn where positions are rotary; None: all."""
+    share = fields.number("--rotary-percent")
+    turned = int(size * share)
+    if share == 1.0 or _learns_positions(fields):
+        return None
+    if not 2 <= turned <= size or turned % 2:
+        raise fields.refusal("--rotary-percent", f"a share of a head that is an even number of its {size}")
+    return turned
+
+
+def _learns_positions(fields: TrackedFields) -> bool:
+    kind = fields.text("--position-embedding-type")
+    return kind == "learned_absolute" and not fields.on("--use-rotary-position-embeddings")
 
 
 def _window(fields: TrackedFields, layers: int) -> tuple[int, tuple[bool, ...]]:

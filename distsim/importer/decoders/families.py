@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import cast
 
@@ -217,13 +217,17 @@ def _gpt2(fields: ConfigFields) -> DecoderSizes:
 def _gpt_neox(fields: ConfigFields) -> DecoderSizes:
     """Rotary positions of a part of a head, LayerNorm, and by default both branches of a layer at once."""
     hidden, bias = fields.count("hidden_size"), fields.flag("attention_bias")
-    heads = _heads(fields)
+    heads = fields.count("num_attention_heads")
+    if hidden % heads:
+        raise fields.refusal("num_attention_heads", f"a divisor of hidden_size={hidden}")
+    _unread(fields, {"num_key_value_heads": heads, "head_dim": hidden // heads})
+    turned = _rotary_dims(fields, hidden // heads)
     rate, activation = fields.rate("hidden_dropout"), fields.choice("hidden_act", ACTIVATIONS)
     return DecoderSizes(
         fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS),
         hidden,
         fields.count("vocab_size"),
-        replace(heads, bias=bias, out_bias=bias, rotary_dims=_rotary_dims(fields, heads.size(hidden))),
+        GroupedHeads(heads, bias=bias, out_bias=bias, rotary_dims=turned),
         FeedForward(fields.count("intermediate_size"), activation, gated=False, bias=True),
         norm=Norm("layer", fields.number("layer_norm_eps")),
         positions=Positions(fields.count("max_position_embeddings"), theta=_base(fields, "rotary_emb_base")),
@@ -236,8 +240,11 @@ def _gpt_neox(fields: ConfigFields) -> DecoderSizes:
 def _rotary_dims(fields: ConfigFields, size: int) -> int | None:
     """Return how many dimensions of a head turn, None being all: int(size x share), as in transformers."""
     rope = fields.part("rope_parameters")
-    name = "partial_rotary_factor" if "partial_rotary_factor" in rope.table else "rotary_pct"
-    owner = rope if name in rope.table else fields
+    owners = {"partial_rotary_factor": rope, "rotary_pct": fields}
+    given = [name for name, owner in owners.items() if owner.table.get(name) is not None]
+    name = given[0] if given else "rotary_pct"
+    owner = owners[name]
+    _unread(fields, {"partial_rotary_factor": fields.value("rotary_pct")})
     share = owner.number(name)
     turned = int(size * share)
     if share > 1 or turned < 2 or turned % 2:
@@ -245,21 +252,39 @@ def _rotary_dims(fields: ConfigFields, size: int) -> int | None:
     return None if turned == size else turned
 
 
+def _unread(fields: ConfigFields, usable: Mapping[str, object]) -> None:
+    """Refuse fields that transformers' class does not read where they say other than what it takes."""
+    for name, value in usable.items():
+        if fields.table.get(name) not in (None, value):
+            raise fields.refusal(name, f"{value}, as for transformers: it does not read this field")
+
+
 def _base(fields: ConfigFields, name: str) -> float:
     """Return the base of rotary positions; transformers 5 writes it into a table of its own."""
     rope = fields.part("rope_parameters")
-    return rope.number("rope_theta") if "rope_theta" in rope.table else fields.number(name)
+    if rope.table.get("rope_theta") is not None:
+        return rope.number("rope_theta")
+    if name != "rope_theta":
+        _unread(fields, {"rope_theta": fields.value(name)})
+    return fields.number(name)
 
 
 def _falcon(fields: ConfigFields) -> DecoderSizes:
     """Both branches of a layer at once, of one norm (7B) or of two (40B and 180B, a newer architecture)."""
     fields.refuse_unless("alibi", False)
+    fields.refuse_unless("apply_residual_connection_post_layernorm", False)
+    fields.refuse_unless("ff_factor", 4)
     new, hidden = fields.flag("new_decoder_architecture"), fields.count("hidden_size")
     parallel, bias = new or fields.flag("parallel_attn"), fields.flag("bias")
     norms = fields.maybe_count("num_ln_in_parallel_attn", most=2) or (2 if new else 1)
-    grouped = fields.maybe_count("num_kv_heads")
-    kv_heads = grouped if new else 1 if fields.flag("multi_query") else None
+    if norms == 2 and not new:
+        raise fields.refusal("num_ln_in_parallel_attn", "1 or null: only a new_decoder_architecture has two")
+    if not parallel:
+        fields.refuse_unless("attention_dropout", 0, 0.0)  # of the residual sum, too
+    kv_heads = fields.maybe_count("num_kv_heads") if new else 1 if fields.flag("multi_query") else None
     heads = fields.count("num_attention_heads")
+    if not new and kv_heads is None:
+        _unread(fields, {"num_kv_heads": heads})
     fields.refuse_unless("hidden_dropout", 0, 0.0)  # of the sum of both branches
     if hidden % heads or hidden // heads % 2:
         raise fields.refusal(

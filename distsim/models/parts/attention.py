@@ -69,11 +69,11 @@ class GroupedHeads:
 
     def check(self, hidden: int, rotary: bool) -> None:
         """Raise :class:`PlanError` when the heads do not divide what they should."""
-        pair = 2 if rotary else 1
+        pair = 2 if rotary and self.rotary_dims is None else 1
         if self.head_dim is None and hidden % (self.heads * pair):
             width = " into heads of an even width" if rotary else ""
             raise PlanError(f"heads={self.heads} does not divide hidden={hidden}{width}")
-        if self.rotary_dims is None and self.size(hidden) % pair:
+        if self.size(hidden) % pair:
             raise PlanError(f"head_dim={self.head_dim} must be even: positions turn pairs")
         if self.rotary_dims is not None and (self.rotary_dims % 2 or self.rotary_dims > self.size(hidden)):
             raise PlanError(

@@ -29,13 +29,12 @@ from distsim.ir.value import Attributes, Value
 from distsim.ops import operator, signature_of, work
 from distsim.ops.kernel import KERNEL, MULTI_TENSOR, kernel_attributes
 from distsim.ops.operator import AGAIN
-from distsim.ops.places import shape_of
 from distsim.ops.softmax import CAUSAL, TRIANGLE
 from distsim.ops.training import sums_squares
 from distsim.program.block import RewrittenOps, StageBlocks, rewritten_block, rewritten_stages
 from distsim.transforms.kernels.policies import Joins, Kernels, fusible, is_epilogue, promotes, sums_rows
 from distsim.transforms.kernels.products import in_order, products_of_groups
-from distsim.transforms.kernels.rotary import in_float32, in_wide, rotations
+from distsim.transforms.kernels.rotary import in_float32, in_wide, of_whole_heads, rotations
 from distsim.transforms.kernels.strides import strided
 from distsim.transforms.kernels.unfused_softmax import in_torch, kernel_takes, runs_in_torch
 from distsim.transforms.op_graph import hands_on
@@ -71,7 +70,8 @@ def _fused(function: Function, kernels: Kernels) -> RewrittenOps | None:
     source = [source[place] for place in arranged.places]
     ops = strided(arranged.ops, kernels.strided_batches, kernels.copies_heads)
     groups = kernel_groups(ops, kernels, kernels.joins, arranged.groups)
-    if len(groups) == len(ops) == len(opened.ops) and all(map(is_, ops, opened.ops)):
+    unfused = {place for place, op in enumerate(ops) if runs_in_torch(op, kernels.triangles)}
+    if not unfused and len(groups) == len(ops) == len(opened.ops) and all(map(is_, ops, opened.ops)):
         return None
     joined = {place for each in arranged.groups for place in each}
     of = {place: number for number, group in enumerate(groups) for place in group}
@@ -92,14 +92,24 @@ def _fused(function: Function, kernels: Kernels) -> RewrittenOps | None:
         if groups[number][-1] in turns:
             (before, *inside, after) = in_float32(group)
             run = [before, kernel_of(inside, after.inputs), after]
-        elif any(kernels.triangles and runs_in_torch(op, kernels.triangles) for op in group):
-            run = in_torch(group, outside)
+        elif not unfused.isdisjoint(groups[number]):
+            run = _apart(in_torch(group, outside, kernels.wide_softmax), outside)
         else:
             one = not joined.isdisjoint(groups[number])
             run = [group[0] if len(group) == 1 else kernel_of(group, outside, one)]
         made += run
         parts += [part] * len(run)
     return RewrittenOps(replace(opened, ops=tuple(made)), tuple(parts))
+
+
+def _apart(parts: Sequence[Sequence[Op]], outside: Sequence[Value]) -> list[Op]:
+    """Return the parts of a kernel as a kernel each."""
+    made: list[Op] = []
+    for number, part in enumerate(parts):
+        read = {*outside, *[v for later in parts[number + 1 :] for op in later for v in op.inputs]}
+        kept = [value for op in part for value in op.outputs if value in read]
+        made.append(part[0] if len(part) == 1 else kernel_of(part, kept))
+    return made
 
 
 def _reading_once(ops: Sequence[Op], late: Mapping[Value, Value]) -> list[Op]:
@@ -117,7 +127,7 @@ def _as_run(op: Op, kernels: Kernels) -> Op:
     times = dict(kernels.rereads).get(op.op_type, 0)
     if times and not (op.op_type == "Float8Cast" and len(op.inputs) > 1):  # its Float8Amax is that kernel
         marks[AGAIN] = times
-    if op.attributes.get(CAUSAL, 0) and kernel_takes(shape_of(op.outputs[0]), kernels.triangles):
+    if op.attributes.get(CAUSAL, 0) and kernel_takes(op.outputs[0], kernels.triangles):
         marks[TRIANGLE] = 1
     if marks:
         return replace(op, attributes=Attributes({**op.attributes, **marks}))
@@ -146,7 +156,10 @@ def kernel_groups(
     """
     maker = {value: place for place, op in enumerate(ops) for value in op.outputs}
     # Nothing else reads what is inside a rotary embedding: it is a kernel as if it were one op, its last.
-    turns = {region[-1]: region for region in (() if kernels.rotary == "ops" else rotations(ops))}
+    regions = [] if kernels.rotary == "ops" else rotations(ops)
+    if kernels.rotary == "one":
+        regions = [of_whole_heads(ops, region) for region in regions]
+    turns = {region[-1]: region for region in regions}
     turned = {place: last for last, region in turns.items() for place in region}
     can = [fusible(op) and place not in turned for place, op in enumerate(ops)]
     before = [sorted({maker[value] for value in op.inputs if value in maker}) for op in ops]

@@ -55,6 +55,30 @@ def rotations(ops: Sequence[Op]) -> list[tuple[int, ...]]:
     return found[::-1]
 
 
+def of_whole_heads(ops: Sequence[Op], region: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the places of a rotary embedding with those of the ops that split off what does not turn of a
+    head, behind it, and put it back: a kernel of rotary embeddings copies the rest (``fused_rope`` of apex,
+    csrc/megatron/fused_rotary_positional_embedding.h, and of Transformer Engine: of d dimensions d2 turn).
+    """
+    inside = {value for place in region for value in ops[place].outputs}
+    (result,) = ops[region[-1]].outputs
+    reads = {value for place in region for value in ops[place].inputs} - inside
+    readers = [place for place, op in enumerate(ops) if result in op.inputs]
+    if len(readers) != 1 or ops[readers[0]].op_type != "Concat":
+        return region
+    (last,) = readers
+    makers = [
+        place for place, op in enumerate(ops[: region[0]]) if op.op_type == "Split" and op.outputs[0] in reads
+    ]
+    for first in makers:
+        turned, *rest = ops[first].outputs
+        alone = {place for place, op in enumerate(ops) if not {turned, *rest}.isdisjoint(op.inputs)}
+        along = all(_is_part(ops[place]) for place in (first, last))
+        if along and alone <= {*region, last} and ops[last].inputs == (result, *rest):
+            return (first, *region, last)
+    return region
+
+
 def in_wide(op: Op) -> bool:
     """Whether an op makes a type that is multiplied as it is: no cast to float32 is a kernel then."""
     (made,) = op.outputs

@@ -120,7 +120,8 @@ def policy_named(text: str) -> Policy:
     ``save_only_these_names`` does: of all else what backward needs runs again, collectives too, and no more
     (XLA compiles nothing that is not read).
     MaxText's ``save_qkv_proj`` is ``names:qkv_proj``, its ``save_dot_except_mlpwi``
-    ``names:qkv_proj+out_proj+mlpwo``, Praxis' ``SAVE_QKV_OUT_PROJ`` ``names:qkv_proj+out_proj``.
+    ``names:qkv_proj+out_proj+mlpwo``; Praxis' ``SAVE_QKV_OUT_PROJ`` comes near ``names:qkv_proj+out_proj``,
+    but for biases and rotations, which follow what it saves.
 
     ``matmuls`` saves the results of matrix
     products only; ``min_cut`` the least bytes from which all that is cheap follows; ``budget:X`` at most the

@@ -84,8 +84,8 @@ class Kernels:
     causal mask, and its gradient, read nothing that it hides, though they write zeros there:
     Megatron-LM's scaled_upper_triang_masked_softmax.h, whose rows are read up to ``local_seq``, for 2,048
     keys in 6985e58 of 2021 (model/fused_softmax.py), 4,096 in core 0.12 (core/fusions/fused_softmax.py).
-    Over more, or of matrices that do not come in fours, ops of torch's run instead
-    (:mod:`distsim.transforms.kernels.unfused_softmax`).
+    Over more, of float32, or of matrices that do not come in fours, ops of torch's run instead
+    (:mod:`distsim.transforms.kernels.unfused_softmax`), in float32 where that is a ``wide_softmax``.
     ``zeroed``: which sums of gradients over microbatches are a buffer that begins as zeros, of
     :data:`ZEROED`, and ``products_add``: to such a buffer products add the gradients that they make
     (:mod:`distsim.transforms.gradient_sums`).
@@ -135,6 +135,7 @@ class Kernels:
     copies_heads: bool = False
     rereads: tuple[tuple[str, int], ...] = ()
     triangles: int = 0
+    wide_softmax: bool = False
     zeroed: str = "no"
     products_add: bool = False
     turns: str = "kernels"
@@ -214,6 +215,7 @@ _MEGATRON_LM = replace(
 _MEGATRON_OF_2023 = replace(
     _MEGATRON_LM,
     name="fused_waiting",
+    wide_softmax=True,
     waiting="everywhere",
     receiving="device",
     checks_buckets=False,
