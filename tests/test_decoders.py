@@ -343,7 +343,14 @@ def test_positions_of_a_part_of_a_head_are_said_in_any_of_three_ways():
     new = {key: value for key, value in base.items() if not key.startswith("rotary")} | {
         "rope_parameters": rope
     }
-    for table in (base, base | rope, new, new | {"rope_parameters": rope | {"rope_type": "default"}}):
+    saved_again = new | {"partial_rotary_factor": 0.5}
+    for table in (
+        base,
+        base | rope,
+        new,
+        saved_again,
+        new | {"rope_parameters": {**rope, "rope_type": "default"}},
+    ):
         sizes = sizes_from_hf(table)
         assert (sizes.attention.rotary_dims, sizes.positions.theta) == (2, 50.0)
     assert (

@@ -3,16 +3,20 @@
 import json
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from decoder_models import FAMILIES
 
 import distsim
 from distsim.cache import MemoryLimit
 from distsim.ir import pformat
+from distsim.plan.stacks import stack_named
 from distsim.report.progress import Progress
 from distsim.study import training_step
 from distsim.study.options import ModelOptions
 from distsim.study.training_step import kept_training_step
+from distsim.transforms import SGD
+from distsim.transforms.autodiff.precision import precision_named
 
 OPTIONS = ModelOptions("gpt2:layers=2,hidden=64,heads=4", batch=8, seq=64, plan="dp=2")
 
@@ -87,3 +91,36 @@ def test_a_kept_step_gives_what_one_made_anew_gives():
         training_step._STEPS.forget(training_step._NAMED)
         apart.append(simulated(plan))
     assert together == apart
+
+
+class Momentum(SGD):
+    """An optimizer of a user's, equal to others by the fields that it inherits."""
+
+    def __init__(self, momentum):
+        super().__init__()
+        object.__setattr__(self, "own", momentum)
+
+    def update(self, *given):
+        return SGD(momentum=self.own).update(*given)
+
+
+def test_an_optimizer_of_ones_own_is_not_taken_for_another():
+    without, with_velocity = (
+        distsim.simulate(OPTIONS.model, "dgx-a100", "dp=2", 8, 64, optimizer=Momentum(m)) for m in (0.0, 0.9)
+    )
+    assert max(with_velocity.peak_memory.values()) > max(without.peak_memory.values())
+
+
+@pytest.mark.parametrize(
+    "own",
+    [
+        {"precision": replace(precision_named("mixed"), wide_ops=["Softmax"])},
+        {"stack": replace(stack_named("megatron"), linear_ops=["MatMul"])},
+        {"optimizer": SGD(lr=np.array(0.1))},
+    ],
+    ids=lambda own: next(iter(own)),
+)
+def test_what_can_not_be_told_apart_is_made_anew(own):
+    assert pformat(step(**own)) == pformat(
+        training_step.training_step(replace(OPTIONS, **own), Progress())[0]
+    )

@@ -17,6 +17,7 @@ from distsim.study.layout import plan_asked
 from distsim.study.options import BACKWARD, SIZES, ModelOptions, option_of
 from distsim.transforms import add_loss, describe_blocks, differentiate, outline
 from distsim.transforms.autodiff.loss import check_loss
+from distsim.transforms.autodiff.optimizers import OPTIMIZERS
 from distsim.transforms.autodiff.set_precision import apply_precision
 from distsim.transforms.inference import as_inference
 from distsim.transforms.kernels.attention import default_attention, set_attention
@@ -72,7 +73,9 @@ def kept_training_step(options: ModelOptions, progress: Progress) -> tuple[Funct
         return _training_step(options, choices, divided, progress)
 
     named = isinstance(options.model, str) and is_named(options.model)
-    if not named or options.from_file is not None or options.outline:
+    # An optimizer of the user's may be equal to another and do other things.
+    own = type(choices.optimizer) not in OPTIMIZERS.values()
+    if not named or own or options.from_file is not None or options.outline:
         return made()
     if _LIMIT.exceeded():
         _LIMIT.forget([_NAMED])
@@ -82,6 +85,10 @@ def kept_training_step(options: ModelOptions, progress: Progress) -> tuple[Funct
         *(choices.optimizer, choices.precision, choices.clip, choices.attention, choices.stack),
         *(choices.stack.vocabulary_multiple * divided.tp, divided.sequence_parts),
     )
+    try:
+        hash(key)
+    except TypeError:  # a precision, a stack or an optimizer of the user's holds a list or an array
+        return made()
     return _STEPS.get(_NAMED, key, lambda: made()[0]), choices
 
 

@@ -244,8 +244,8 @@ def _rotary_dims(fields: ConfigFields, size: int) -> int | None:
     given = [name for name, owner in owners.items() if owner.table.get(name) is not None]
     name = given[0] if given else "rotary_pct"
     owner = owners[name]
-    _unread(fields, {"partial_rotary_factor": fields.value("rotary_pct")})
     share = owner.number(name)
+    _unread(fields, {"partial_rotary_factor": share})
     turned = int(size * share)
     if share > 1 or turned < 2 or turned % 2:
         raise owner.refusal(name, f"a share of a head that is an even number of its {size} dimensions")

@@ -50,7 +50,8 @@ def in_torch(ops: Sequence[Op], outside: Collection[Value], wide: bool) -> list[
     comes the softmax; in backward its gradient, and what fills that of masked scores with zeros, as which the
     product by the scale counts. ``wide``: scaled by an op, as query-key layer scaling is, masked and summed
     in float32, between casts. Left out is then that torch saves float32 of what a softmax made, where it is
-    16 bits here, and the kernel that fills gradients.
+    16 bits here, and the kernel that fills gradients. The mask, which torch has as bits, is added as it is,
+    in 16 bits, which the type rule of ``Add`` would refuse.
     """
     place = next(number for number, op in enumerate(ops) if op.op_type in _SOFTMAXES)
     if wide:
