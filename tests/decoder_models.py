@@ -78,6 +78,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"num_attention_heads": 4, "num_kv_heads": 2, "new_decoder_architecture": True, "bias": True},
         **{"vocab_size": VOCAB, "ffn_hidden_size": 24, "tie_word_embeddings": False},
     },
+    "phi3": {
+        **{"model_type": "phi3", **_LLAMA, "partial_rotary_factor": 0.5, "sliding_window": 3},
+        **{"rms_norm_eps": 1e-6, "rope_theta": 1e4},
+    },
+    "starcoder2": {"model_type": "starcoder2", **_LLAMA, "sliding_window": 3},
+    "stablelm": {
+        **{"model_type": "stablelm", **_LLAMA, "use_qkv_bias": True, "partial_rotary_factor": 0.5},
+    },
+    "stablelm parallel": {
+        **{"model_type": "stablelm", **_LLAMA, "use_parallel_residual": True},
+        **{"rope_parameters": {"partial_rotary_factor": 0.5}, "tie_word_embeddings": True},
+    },
     "deepseek_v2": {
         **{"model_type": "deepseek_v2", **_LLAMA, **_LATENT, **_EXPERTS, "first_k_dense_replace": 1},
         **{"routed_scaling_factor": 3.0, "q_lora_rank": None},
@@ -121,7 +133,8 @@ class Reference:
         self.config, self.all = config, weights
         self.family = config["model_type"]
         self.gpt, self.gemma = self.family == "gpt2", self.family.startswith("gemma")
-        self.plain = self.family in ("gpt2", "gpt_neox", "falcon")  # LayerNorm, and a feed-forward of no gate
+        self.centred = self.family in ("gpt2", "gpt_neox", "falcon", "starcoder2", "stablelm")  # LayerNorm
+        self.plain = self.centred and self.family != "stablelm"  # a feed-forward of no gate
         self.parallel = config.get("use_parallel_residual", self.family in ("gpt_neox", "falcon"))
         self.hidden = config.get("hidden_size") or config["n_embd"]
         self.heads = config.get("num_attention_heads") or config["n_head"]
@@ -132,7 +145,7 @@ class Reference:
 
     def norm(self, x: np.ndarray, w: Weights, name: str, offset: float | None = None) -> np.ndarray:
         name = self.named(name)
-        if self.plain:
+        if self.centred:
             middle = x - x.mean(-1, keepdims=True)
             spread = np.sqrt((middle**2).mean(-1, keepdims=True) + 1e-5)
             return middle / spread * w[f"{name}.scale"] + w[f"{name}.bias"]
@@ -147,8 +160,11 @@ class Reference:
         if self.gpt:
             return head
         theta = self.config.get("rotary_emb_base", 10_000.0)
-        theta = self.config.get("rope_parameters", {}).get("rope_theta", theta)
-        head, rest = np.split(head, [int(head.shape[1] * self.config.get("rotary_pct", 1.0))], axis=1)
+        rope = self.config.get("rope_parameters", {})
+        theta = rope.get("rope_theta", theta)
+        share = self.config.get("rotary_pct", self.config.get("partial_rotary_factor", 1.0))
+        share = rope.get("partial_rotary_factor", share)
+        head, rest = np.split(head, [int(head.shape[1] * share)], axis=1)
         half = head.shape[1] // 2
         turns = np.exp(1j * np.outer(np.arange(len(head)), theta ** (-np.arange(half) / half)))
         turned = (head[:, :half] + 1j * head[:, half:]) * turns
@@ -157,7 +173,7 @@ class Reference:
     def window(self, layer: int) -> int:
         config = self.config
         whole = SEQ
-        if self.family == "mistral":
+        if self.family in ("mistral", "phi3", "starcoder2"):
             return config["sliding_window"]
         if self.family == "gemma2":
             return whole if layer % 2 else config["sliding_window"]

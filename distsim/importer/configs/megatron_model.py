@@ -9,7 +9,7 @@ from distsim.errors import ImportModelError, PlanError
 from distsim.importer.configs.arithmetic import flags_of
 from distsim.importer.configs.tracked import TrackedFields
 from distsim.importer.decoders import model_names, named_sizes
-from distsim.importer.decoders.families import MAX_CONFIG_LAYERS
+from distsim.importer.decoders.family_fields import MAX_CONFIG_LAYERS
 from distsim.models.decoder_sizes import (
     GPT_NAMES,
     LLAMA_NAMES,

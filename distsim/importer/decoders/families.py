@@ -2,77 +2,40 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import cast
 
 from distsim.importer.decoders.config_fields import ConfigFields
-from distsim.models.decoder_sizes import (
-    GPT_NAMES,
-    MIXED_NAMES,
-    DecoderSizes,
-    DropoutRates,
-    ExpertLayers,
-    Positions,
+from distsim.importer.decoders.family_fields import (
+    ACTIVATIONS,
+    MAX_CONFIG_LAYERS,
+    grouped_heads,
+    rotary_dims,
+    rotary_positions,
+    whole_rotary,
+    window_of,
 )
+from distsim.importer.decoders.layer_norm_families import falcon, gpt2, gpt_neox, stablelm, starcoder2
+from distsim.models.decoder_sizes import MIXED_NAMES, DecoderSizes, DropoutRates, ExpertLayers, Positions
 from distsim.models.mixture import MAX_EXPERTS, Mixture
-from distsim.models.parts.attention import GroupedHeads, Latent
+from distsim.models.parts.attention import Latent
 from distsim.models.parts.feed_forward import FeedForward
 from distsim.models.parts.layer_maker import Norm
 
-MAX_CONFIG_LAYERS = 250
-"""Twice those of the deepest published models. With as many the whole way from a stranger's file to its step
-takes some five seconds, and half a minute with everything divided and recomputed; a model that is built in
-Python, or whose ``layers=`` is an option, may have :data:`distsim.models.sizes.MAX_LAYERS`."""
 
-ACTIVATIONS = {
-    "silu": "silu",
-    "swish": "silu",
-    "gelu": "gelu",
-    "gelu_new": "gelu_tanh",
-    "gelu_pytorch_tanh": "gelu_tanh",
-    "gelu_fast": "gelu_tanh",
-    "relu": "relu",
-}
-"""What transformers' names of activations stand for."""
-
-
-def _positions(fields: ConfigFields) -> Positions:
-    """Rotary positions of whole heads."""
-    for each in (fields, fields.part("rope_parameters")):
-        each.refuse_unless("partial_rotary_factor", 1, 1.0)
-    return Positions(fields.count("max_position_embeddings"), theta=_base(fields, "rope_theta"))
-
-
-def _heads(fields: ConfigFields) -> GroupedHeads:
-    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
-    kv_heads, head_dim = fields.maybe_count("num_key_value_heads"), fields.maybe_count("head_dim")
-    if heads % (kv_heads or heads):
-        raise fields.refusal("num_key_value_heads", f"a divisor of num_attention_heads={heads}")
-    if head_dim is None and (hidden % heads or hidden // heads % 2):
-        raise fields.refusal(
-            "num_attention_heads", f"such that hidden_size={hidden} divides into heads of an even width"
-        )
-    if head_dim is not None and head_dim % 2:
-        raise fields.refusal("head_dim", "even, as rotary positions turn pairs")
-    return GroupedHeads(
-        heads,
-        None if kv_heads == heads else kv_heads,
-        None if head_dim is not None and head_dim * heads == hidden else head_dim,
-    )
-
-
-def _rotary(fields: ConfigFields) -> DecoderSizes:
-    """What the families with rotary positions, RMSNorm and a gated feed-forward share."""
+def _rotary(fields: ConfigFields, positions: Positions | None = None) -> DecoderSizes:
+    """What the families with rotary positions, by default of whole heads, RMSNorm and a gated feed-forward
+    share."""
     activation = fields.choice("hidden_act", ACTIVATIONS)
     return DecoderSizes(
         fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS),
         fields.count("hidden_size"),
         fields.count("vocab_size"),
-        _heads(fields),
+        grouped_heads(fields),
         FeedForward(fields.count("intermediate_size"), activation),
         norm=Norm(epsilon=fields.number("rms_norm_eps")),
-        positions=_positions(fields),
+        positions=positions or whole_rotary(fields),
         dropout=DropoutRates(attention=fields.rate("attention_dropout")),
         tied=fields.flag("tie_word_embeddings"),
     )
@@ -89,11 +52,16 @@ def _llama(fields: ConfigFields) -> DecoderSizes:
 
 
 def _mistral(fields: ConfigFields) -> DecoderSizes:
-    return _with_heads(_rotary(fields), window=_window(fields))
+    return _with_heads(_rotary(fields), window=window_of(fields))
 
 
-def _window(fields: ConfigFields) -> int:
-    return fields.maybe_count("sliding_window") or 0
+def _phi3(fields: ConfigFields) -> DecoderSizes:
+    """Llama with a window, whose heads may turn in part; weights that it has in one have a name each here."""
+    fields.refuse_unless("embd_pdrop", 0, 0.0)  # which its class holds and does not apply
+    sizes = _rotary(fields, rotary_positions(fields))
+    turned = rotary_dims(fields, grouped_heads(fields).size(sizes.hidden))
+    dropout = replace(sizes.dropout, residual=fields.rate("resid_pdrop"))
+    return replace(_with_heads(sizes, window=window_of(fields), rotary_dims=turned), dropout=dropout)
 
 
 def _windowed(fields: ConfigFields, default: tuple[bool, ...]) -> tuple[bool, ...]:
@@ -132,7 +100,7 @@ def _qwen_windows(fields: ConfigFields) -> dict[str, object]:
     default = tuple(
         index >= first for index in range(fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS))
     )
-    return {"window": _window(fields), "windowed": _windowed(fields, default)}
+    return {"window": window_of(fields), "windowed": _windowed(fields, default)}
 
 
 def _qwen3_heads(fields: ConfigFields) -> DecoderSizes:
@@ -142,7 +110,7 @@ def _qwen3_heads(fields: ConfigFields) -> DecoderSizes:
 
 def _qwen3_moe(fields: ConfigFields) -> DecoderSizes:
     """Qwen3 with experts; windows, if they are used, are in all layers."""
-    window = _window(fields) if fields.flag("use_sliding_window") else 0
+    window = window_of(fields) if fields.flag("use_sliding_window") else 0
     sizes = _with_heads(_qwen3_heads(fields), window=window)
     dense = fields.items("mlp_only_layers", sizes.layers)
     if any(type(each) is not int or not 0 <= each < sizes.layers for each in dense):
@@ -183,127 +151,11 @@ def _gemma2(fields: ConfigFields) -> DecoderSizes:
             sizes,
             scale=fields.number("query_pre_attn_scalar") ** -0.5,
             softcap=fields.cap("attn_logit_softcapping"),
-            window=_window(fields),
+            window=window_of(fields),
             windowed=_windowed(fields, (True, False)),
         ),
         norm=replace(sizes.norm, sandwich=True),
         softcap=fields.cap("final_logit_softcapping"),
-    )
-
-
-def _gpt2(fields: ConfigFields) -> DecoderSizes:
-    fields.refuse_unless("scale_attn_weights", True)
-    fields.refuse_unless("scale_attn_by_inverse_layer_idx", False)
-    fields.refuse_unless("add_cross_attention", False)
-    hidden, heads = fields.count("n_embd"), fields.count("n_head")
-    if hidden % heads:
-        raise fields.refusal("n_head", f"a divisor of n_embd={hidden}")
-    activation = fields.choice("activation_function", ACTIVATIONS)
-    rates = (fields.rate(name) for name in ("embd_pdrop", "attn_pdrop", "resid_pdrop"))
-    return DecoderSizes(
-        fields.count("n_layer", most=MAX_CONFIG_LAYERS),
-        hidden,
-        fields.count("vocab_size"),
-        GroupedHeads(heads, bias=True, out_bias=True),
-        FeedForward(fields.maybe_count("n_inner"), activation, gated=False, bias=True),
-        norm=Norm("layer", fields.number("layer_norm_epsilon")),
-        positions=Positions(fields.count("n_positions"), learned=True),
-        dropout=DropoutRates(*rates),
-        tied=fields.flag("tie_word_embeddings"),
-        names=GPT_NAMES,
-    )
-
-
-def _gpt_neox(fields: ConfigFields) -> DecoderSizes:
-    """Rotary positions of a part of a head, LayerNorm, and by default both branches of a layer at once."""
-    hidden, bias = fields.count("hidden_size"), fields.flag("attention_bias")
-    heads = fields.count("num_attention_heads")
-    if hidden % heads:
-        raise fields.refusal("num_attention_heads", f"a divisor of hidden_size={hidden}")
-    _unread(fields, {"num_key_value_heads": heads, "head_dim": hidden // heads})
-    turned = _rotary_dims(fields, hidden // heads)
-    rate, activation = fields.rate("hidden_dropout"), fields.choice("hidden_act", ACTIVATIONS)
-    return DecoderSizes(
-        fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS),
-        hidden,
-        fields.count("vocab_size"),
-        GroupedHeads(heads, bias=bias, out_bias=bias, rotary_dims=turned),
-        FeedForward(fields.count("intermediate_size"), activation, gated=False, bias=True),
-        norm=Norm("layer", fields.number("layer_norm_eps")),
-        positions=Positions(fields.count("max_position_embeddings"), theta=_base(fields, "rotary_emb_base")),
-        dropout=DropoutRates(rate, fields.rate("attention_dropout"), rate),
-        tied=fields.flag("tie_word_embeddings"),
-        branches="parallel" if fields.flag("use_parallel_residual") else "sequential",
-    )
-
-
-def _rotary_dims(fields: ConfigFields, size: int) -> int | None:
-    """Return how many dimensions of a head turn, None being all: int(size x share), as in transformers."""
-    rope = fields.part("rope_parameters")
-    owners = {"partial_rotary_factor": rope, "rotary_pct": fields}
-    given = [name for name, owner in owners.items() if owner.table.get(name) is not None]
-    name = given[0] if given else "rotary_pct"
-    owner = owners[name]
-    share = owner.number(name)
-    _unread(fields, {"partial_rotary_factor": share})
-    turned = int(size * share)
-    if share > 1 or turned < 2 or turned % 2:
-        raise owner.refusal(name, f"a share of a head that is an even number of its {size} dimensions")
-    return None if turned == size else turned
-
-
-def _unread(fields: ConfigFields, usable: Mapping[str, object]) -> None:
-    """Refuse fields that transformers' class does not read where they say other than what it takes."""
-    for name, value in usable.items():
-        if fields.table.get(name) not in (None, value):
-            raise fields.refusal(name, f"{value}, as for transformers: it does not read this field")
-
-
-def _base(fields: ConfigFields, name: str) -> float:
-    """Return the base of rotary positions; transformers 5 writes it into a table of its own."""
-    rope = fields.part("rope_parameters")
-    if rope.table.get("rope_theta") is not None:
-        return rope.number("rope_theta")
-    if name != "rope_theta":
-        _unread(fields, {"rope_theta": fields.value(name)})
-    return fields.number(name)
-
-
-def _falcon(fields: ConfigFields) -> DecoderSizes:
-    """Both branches of a layer at once, of one norm (7B) or of two (40B and 180B, a newer architecture)."""
-    fields.refuse_unless("alibi", False)
-    fields.refuse_unless("apply_residual_connection_post_layernorm", False)
-    fields.refuse_unless("ff_factor", 4)
-    new, hidden = fields.flag("new_decoder_architecture"), fields.count("hidden_size")
-    parallel, bias = new or fields.flag("parallel_attn"), fields.flag("bias")
-    norms = fields.maybe_count("num_ln_in_parallel_attn", most=2) or (2 if new else 1)
-    if norms == 2 and not new:
-        raise fields.refusal("num_ln_in_parallel_attn", "1 or null: only a new_decoder_architecture has two")
-    if not parallel:
-        fields.refuse_unless("attention_dropout", 0, 0.0)  # of the residual sum, too
-    kv_heads = fields.maybe_count("num_kv_heads") if new else 1 if fields.flag("multi_query") else None
-    heads = fields.count("num_attention_heads")
-    if not new and kv_heads is None:
-        _unread(fields, {"num_kv_heads": heads})
-    fields.refuse_unless("hidden_dropout", 0, 0.0)  # of the sum of both branches
-    if hidden % heads or hidden // heads % 2:
-        raise fields.refusal(
-            "num_attention_heads", f"such that hidden_size={hidden} divides into heads of an even width"
-        )
-    if heads % (kv_heads or heads):
-        raise fields.refusal("num_kv_heads", f"a divisor of num_attention_heads={heads}")
-    activation = fields.choice("activation", ACTIVATIONS)
-    return DecoderSizes(
-        fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS),
-        hidden,
-        fields.count("vocab_size"),
-        GroupedHeads(heads, None if kv_heads == heads else kv_heads, bias=bias, out_bias=bias),
-        FeedForward(fields.maybe_count("ffn_hidden_size"), activation, gated=False, bias=bias),
-        norm=Norm("layer", fields.number("layer_norm_epsilon")),
-        positions=Positions(fields.count("max_position_embeddings"), theta=_base(fields, "rope_theta")),
-        dropout=DropoutRates(attention=fields.rate("attention_dropout")),
-        tied=fields.flag("tie_word_embeddings"),
-        branches=("parallel_one_norm" if norms == 1 else "parallel") if parallel else "sequential",
     )
 
 
@@ -345,7 +197,7 @@ def _deepseek(fields: ConfigFields) -> DecoderSizes:
         experts,
         ExpertLayers(fields.count("first_k_dense_replace", least=0), fields.count("moe_layer_freq")),
         Norm(epsilon=fields.number("rms_norm_eps")),
-        _positions(fields),
+        whole_rotary(fields),
         DropoutRates(attention=fields.rate("attention_dropout")),
         fields.flag("tie_word_embeddings"),
         names=MIXED_NAMES,
@@ -361,9 +213,12 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
-    "gpt2": _gpt2,
-    "gpt_neox": _gpt_neox,
-    "falcon": _falcon,
+    "phi3": _phi3,
+    "gpt2": gpt2,
+    "gpt_neox": gpt_neox,
+    "falcon": falcon,
+    "starcoder2": starcoder2,
+    "stablelm": stablelm,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }

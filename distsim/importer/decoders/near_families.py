@@ -24,7 +24,6 @@ _GEMMA = _Near(
 )
 _NEAR: Mapping[str, _Near] = {
     "opt": _Near("gpt", {**_SIZES, "ffn": "ffn_dim", "vocab": "vocab_size"}, "with GELU"),
-    "phi3": _Near("llama", {**_SIZES, **_KEYS, **_FFN}, "with a weight for each of what it has in one"),
     "gemma3": _GEMMA,
     "gemma3_text": _GEMMA,
     "mllama": _Near(
