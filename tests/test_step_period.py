@@ -88,7 +88,7 @@ def test_a_step_follows_within_a_step_and_after_what_a_rank_computes(seed):
     ends = step.timeline.ends_after(begins)
     np.testing.assert_array_equal(alone.timeline.ends_after(begins[of]), ends[of])
     # Steps that follow each other take a period each; a rank is ahead or behind by no more than a step.
-    begins, steps = np.zeros(len(ranks)), 64
+    begins, steps = np.zeros(len(ranks)), 16
     for _ in range(steps):
         begins = step.timeline.ends_after(begins)
     assert begins.max(initial=0.0) == pytest.approx(steps * step.step_period, abs=2 * step.step_time)

@@ -139,12 +139,13 @@ def choices_beside(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem if file else "stacks")
 def test_a_plan_is_read_as_it_was_written(file):
-    """Also its short text: what people copy."""
+    """Also its short text: what people copy; of a seventh of the plans, as that has each value of each field."""
     topology, count = load_cluster("dgx-a100", ["devices_per_node=4"]), 0
     for options, sets in product(choices_beside(file), SPACES):
         study = PlanStudy.of(options, f"{sets},remat=none|full,cp=1" if sets else "remat=full")
         choices = study.choices
-        for plan in study.space(topology).plans:
+        plans = study.space(topology).plans
+        for plan in plans[::7] if len(plans) > 200 else plans:
             trial = PlanTrial(choices.written(plan), always=choices.always_written)
             for text in (trial.text, trial.short):
                 asked = text if file is None else choices.file.laid_out(plan.devices, text, 16)[0]
