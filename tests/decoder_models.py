@@ -61,6 +61,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "vocab_size": VOCAB,
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), 0.0),
     },
+    "opt": {
+        **{"model_type": "opt", "hidden_size": 16, "ffn_dim": 24, "num_hidden_layers": 2, "dropout": 0.0},
+        **{"num_attention_heads": 4, "max_position_embeddings": 8, "vocab_size": VOCAB},
+    },
     "gpt_neox": {
         **{"model_type": "gpt_neox", **_LLAMA, "num_key_value_heads": None, "rotary_pct": 0.5},
         **{"rotary_emb_base": 50.0, "hidden_act": "gelu_new", "tie_word_embeddings": True},
@@ -132,9 +136,14 @@ class Reference:
     def __init__(self, config: dict[str, Any], weights: Weights) -> None:
         self.config, self.all = config, weights
         self.family = config["model_type"]
-        self.gpt, self.gemma = self.family == "gpt2", self.family.startswith("gemma")
-        self.centred = self.family in ("gpt2", "gpt_neox", "falcon", "starcoder2", "stablelm")  # LayerNorm
-        self.plain = self.centred and self.family != "stablelm"  # a feed-forward of no gate
+        self.gpt, self.gemma = self.family in ("gpt2", "opt"), self.family.startswith("gemma")
+        self.centred = self.gpt or self.family in (
+            "gpt_neox",
+            "falcon",
+            "starcoder2",
+            "stablelm",
+        )  # LayerNorm
+        self.plain = self.centred and self.family != "stablelm"
         self.parallel = config.get("use_parallel_residual", self.family in ("gpt_neox", "falcon"))
         self.hidden = config.get("hidden_size") or config["n_embd"]
         self.heads = config.get("num_attention_heads") or config["n_head"]
@@ -230,6 +239,8 @@ class Reference:
         return np.concatenate(mixed, axis=1)
 
     def activated(self, x: np.ndarray) -> np.ndarray:
+        if self.family == "opt":
+            return np.maximum(x, 0.0)
         if self.plain or self.gemma:
             return 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
         return x / (1 + np.exp(-x))
@@ -263,7 +274,8 @@ class Reference:
     def loss(self, tokens: np.ndarray, labels: np.ndarray) -> float:
         table = self.all[self.named("embed")]
         x = table[tokens] * (np.sqrt(self.hidden) if self.gemma else 1.0)
-        x = x + self.all["wpe"][: len(tokens)] if self.gpt else x
+        first = 2 if self.family == "opt" else 0
+        x = x + self.all["wpe"][first : first + len(tokens)] if self.gpt else x
         for layer in range(self.layers):
             start = f"h{layer}."
             w = {n.removeprefix(start): a for n, a in self.all.items() if n.startswith(start)}

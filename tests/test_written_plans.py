@@ -139,7 +139,7 @@ def choices_beside(file):
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem if file else "stacks")
 def test_a_plan_is_read_as_it_was_written(file):
-    """Also its short text: what people copy; of a seventh of the plans, which has each value of each field."""
+    """Also its short text: what people copy; of a seventh of the plans, which has each value of a field."""
     topology, count = load_cluster("dgx-a100", ["devices_per_node=4"]), 0
     for options, sets in product(choices_beside(file), SPACES):
         study = PlanStudy.of(options, f"{sets},remat=none|full,cp=1" if sets else "remat=full")

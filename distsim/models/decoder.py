@@ -100,9 +100,11 @@ def _embedded(top: PartMaker, sizes: DecoderSizes, table: Value, tokens: Value) 
     if sizes.embedding_scale is not None:
         x = top("Mul", x, name="scaled", B=sizes.embedding_scale)
     if sizes.positions.learned:
-        places = top.parameter(sizes.names.positions, sizes.positions.context, hidden)
-        if seq < sizes.positions.context:
-            places = top("Slice", places, name="places", starts=(0,), ends=(seq,), axes=(0,))
+        first = sizes.positions.skipped
+        rows = first + sizes.positions.context
+        places = top.parameter(sizes.names.positions, rows, hidden)
+        if seq < rows:
+            places = top("Slice", places, name="places", starts=(first,), ends=(first + seq,), axes=(0,))
         x = top("Add", x, places, name="x")
     return top.dropped(x, sizes.dropout.embedding, "kept")
 

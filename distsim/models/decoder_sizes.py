@@ -54,14 +54,17 @@ class Positions:
     """Where positions come from: a table of ``context`` rows that is learned, or rotations of base ``theta``.
 
     ``context``: the longest sequence that the model was made for; beyond it there is no learned position.
+    ``skipped``: rows of the table ahead of those, which no token reads (OPT has two).
     """
 
     context: int = 8192
     learned: bool = False
     theta: float = 10_000.0
+    skipped: int = 0
 
     def __post_init__(self) -> None:
         check_sizes(context=self.context)
+        check_counts(skipped=self.skipped)
         if not (math.isfinite(self.theta) and self.theta > 0):
             raise PlanError(f"theta={self.theta!r} must be a positive number")
 

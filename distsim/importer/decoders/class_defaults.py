@@ -102,6 +102,13 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
         "layer_norm_epsilon": 1e-5,
         "tie_word_embeddings": True,
     },
+    "opt": {
+        "activation_function": "relu",
+        "dropout": 0.1,
+        "attention_dropout": 0.0,
+        "max_position_embeddings": 2048,
+        "tie_word_embeddings": True,
+    },
     "gpt_neox": {
         "num_key_value_heads": None,
         "head_dim": None,

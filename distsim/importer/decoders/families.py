@@ -16,7 +16,7 @@ from distsim.importer.decoders.family_fields import (
     whole_rotary,
     window_of,
 )
-from distsim.importer.decoders.layer_norm_families import falcon, gpt2, gpt_neox, stablelm, starcoder2
+from distsim.importer.decoders.layer_norm_families import falcon, gpt2, gpt_neox, opt, stablelm, starcoder2
 from distsim.models.decoder_sizes import MIXED_NAMES, DecoderSizes, DropoutRates, ExpertLayers, Positions
 from distsim.models.mixture import MAX_EXPERTS, Mixture
 from distsim.models.parts.attention import Latent
@@ -215,6 +215,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "gemma2": _gemma2,
     "phi3": _phi3,
     "gpt2": gpt2,
+    "opt": opt,
     "gpt_neox": gpt_neox,
     "falcon": falcon,
     "starcoder2": starcoder2,

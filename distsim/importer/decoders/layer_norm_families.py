@@ -1,4 +1,4 @@
-"""Families of Hugging Face with LayerNorm: GPT-2, GPT-NeoX, Falcon, StarCoder 2 and StableLM."""
+"""Families of Hugging Face with LayerNorm: GPT-2, OPT, GPT-NeoX, Falcon, StarCoder 2 and StableLM."""
 
 from __future__ import annotations
 
@@ -39,6 +39,33 @@ def gpt2(fields: ConfigFields) -> DecoderSizes:
         FeedForward(fields.maybe_count("n_inner"), activation, gated=False, bias=True),
         norm=Norm("layer", fields.number("layer_norm_epsilon")),
         positions=Positions(fields.count("n_positions"), learned=True),
+        dropout=DropoutRates(*rates),
+        tied=fields.flag("tie_word_embeddings"),
+        names=GPT_NAMES,
+    )
+
+
+def opt(fields: ConfigFields) -> DecoderSizes:
+    """GPT-2 with ReLU, two rows more in the table of positions, and no dropout of the embedding."""
+    hidden, heads = fields.count("hidden_size"), fields.count("num_attention_heads")
+    fields.refuse_unless("do_layer_norm_before", True)
+    fields.refuse_unless("word_embed_proj_dim", hidden)
+    fields.refuse_unless("_remove_final_layer_norm", False)
+    fields.refuse_unless("enable_bias", True)
+    fields.refuse_unless("layer_norm_elementwise_affine", True)
+    fields.refuse_unless("layerdrop", 0, 0.0)
+    if hidden % heads:
+        raise fields.refusal("num_attention_heads", f"a divisor of hidden_size={hidden}")
+    activation = fields.choice("activation_function", ACTIVATIONS)
+    rates = (0.0, fields.rate("attention_dropout"), fields.rate("dropout"))
+    return DecoderSizes(
+        fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS),
+        hidden,
+        fields.count("vocab_size"),
+        GroupedHeads(heads, bias=True, out_bias=True),
+        FeedForward(fields.count("ffn_dim"), activation, gated=False, bias=True),
+        norm=Norm("layer", 1e-5),
+        positions=Positions(fields.count("max_position_embeddings"), learned=True, skipped=2),
         dropout=DropoutRates(*rates),
         tied=fields.flag("tie_word_embeddings"),
         names=GPT_NAMES,

@@ -23,7 +23,11 @@ _GEMMA = _Near(
     "whose windows are in every other layer, where five of six have one, without norms of queries and keys",
 )
 _NEAR: Mapping[str, _Near] = {
-    "opt": _Near("gpt", {**_SIZES, "ffn": "ffn_dim", "vocab": "vocab_size"}, "with GELU"),
+    "bloom": _Near(
+        "gpt",
+        {"layers": "n_layer", "hidden": "hidden_size", "heads": "n_head", "vocab": "vocab_size"},
+        "with learned positions in place of ALiBi",
+    ),
     "gemma3": _GEMMA,
     "gemma3_text": _GEMMA,
     "mllama": _Near(
@@ -43,8 +47,8 @@ _NEAR: Mapping[str, _Near] = {
 def near_family(config: Mapping[str, object]) -> str:
     """Return what comes near to a config of a family that is not read, for the end of an error, or nothing.
 
-    >>> near_family({"model_type": "opt", "num_hidden_layers": 24, "hidden_size": 1024})
-    '; near it comes gpt:layers=24,hidden=1024, with GELU'
+    >>> near_family({"model_type": "bloom", "n_layer": 24, "hidden_size": 1024})
+    '; near it comes gpt:layers=24,hidden=1024, with learned positions in place of ALiBi'
     """
     family = config.get("model_type")
     near = _NEAR.get(family) if isinstance(family, str) else None
