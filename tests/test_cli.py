@@ -356,6 +356,8 @@ def test_own_runs_are_a_line_of_the_summary(capsys):
     )
     assert own / seconds == pytest.approx(correction([1.2] * 3), rel=2e-3)
     assert "3 runs took 1.2 times as long as predicted" in out
+    apart = simulate(capsys, MLP, "--batch", 8, "--own-runs", 0.5, 2)
+    assert "2 runs took 1 times as long as predicted; 1 times is taken" in apart
     rates = [float(each) for each in re.findall(r"([0-9.e+]+) samples/s", out)]
     assert rates[0] == pytest.approx(rates[1] / correction([1.2] * 3), rel=1e-5)
     assert "what follows is not corrected\nthroughput " in out

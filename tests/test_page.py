@@ -199,6 +199,9 @@ def test_commands_write_pages(capsys, tmp_path):
     assert document["clusters"]["notes"] and all(note in out for note in document["clusters"]["notes"])
     run(capsys, "search", *model, *sets[:2], "--html", tmp_path / "c.html")
     assert document_of(tmp_path / "c.html")["clusters"] is None
+    out, _ = run(capsys, "search", *model, *sets[:2], "--tokens", 1e9, "--html", tmp_path / "d.html")
+    (row,) = document_of(tmp_path / "d.html")["clusters"]["rows"]
+    assert all(cell in out for cell in row)
 
 
 def test_a_page_needs_a_folder(tmp_path):

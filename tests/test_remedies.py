@@ -4,6 +4,7 @@ from dataclasses import replace
 from functools import cache
 from itertools import combinations
 
+import expert_models
 import pytest
 from training_models import small_gpt, topology_of
 
@@ -61,7 +62,7 @@ def peak_of(plan, count=4):
 def test_one_change_is_enough_where_little_is_missing():
     plan = Plan(dp=4)
     changes, *_ = advised(plan, peak_of(plan) - 1, most=20)
-    assert {"remat=full", "zero=3", "microbatches=2", "tp=2, dp=2"} <= set(changes)
+    assert {"remat=full", "zero=1", "zero=3", "microbatches=2", "tp=2, dp=2"} <= set(changes)
     assert len(advised(plan, peak_of(plan) - 1)[0]) == 3
 
 
@@ -73,6 +74,26 @@ def test_two_changes_where_one_is_not():
     changes, found, *_ = advised(plan, together, count=2)
     assert changes and all("," in change for change in changes)
     assert all(each.peak <= together for each in found)
+
+
+def test_activations_are_divided_in_the_sequence_and_experts_over_data():
+    plan = Plan(dp=2, tp=2)
+    assert "sp=on" in advised(plan, peak_of(plan) - 1, most=20)[0]
+    function = differentiate(expert_models.model("mixtral"), Adam())
+    peak = max(program_memory(parallelize(function, Plan(dp=4), topology_of(4))).peaks)
+    topology = with_hosts(4, memory=peak - 1)
+    simulator = Simulator(CostModel(topology))
+    trials = PlanTrials(
+        function, topology, lambda plan: parallelize(function, plan, topology), simulator.simulate
+    )
+    assert "ep=4" in [each.change for each in remedies(Plan(dp=4), trials, most=20).fit]
+
+
+def test_three_changes_where_two_are_not():
+    least = peak_of(Plan(dp=4, zero=3, remat="full", microbatches=4))
+    changes, *_ = advised(Plan(dp=4), least)
+    assert "remat=full, zero=3, microbatches=4" in changes
+    assert all(change.count("=") == 3 for change in changes)
 
 
 def test_nothing_fits_where_the_states_do_not_and_nothing_is_built_then():

@@ -344,7 +344,7 @@ def test_deepspeed_says_buckets_types_and_batches(tmp_path):
     table = {
         **{"train_batch_size": 64, "train_micro_batch_size_per_gpu": 2, "fp16": {"enabled": True}},
         **{"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e7, "overlap_comm": True}},
-        **{"activation_checkpointing": {"partition_activations": False}, "gradient_clipping": 0.5, "zzz": 1},
+        **{"activation_checkpointing": {"number_checkpoints": 4}, "gradient_clipping": 0.5, "zzz": 1},
         "communication_data_type": "fp32",
     }
     config = read_deepspeed(written(tmp_path, json.dumps(table), "ds.json"))

@@ -185,7 +185,7 @@ def run(options: argparse.Namespace) -> int:
         choices = searches.study.choices
         cases = [_page_case(options.model, each, result, choices) for each, result in found.items()]
         title = f"{options.model} on {', '.join(comparison)}"
-        side_by_side = clusters_part(comparison) if len(cases) > 1 else None
+        side_by_side = clusters_part(comparison) if len(cases) > 1 or asked.asks_costs else None
         Progress(sys.stderr).run(
             f"writing {options.html}", lambda: write_page(options.html, title, cases, side_by_side)
         )

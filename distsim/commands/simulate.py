@@ -24,8 +24,9 @@ from distsim.errors import PlanError
 from distsim.hardware.units import BYTES, parse_quantity
 from distsim.interpret import count_model_flops
 from distsim.ir import Device, Function
+from distsim.plan import Plan
 from distsim.plan_search import PlanTrials, remedies
-from distsim.plan_search.remedies import SEARCH_SECONDS
+from distsim.plan_search.remedies import SEARCH_SECONDS, Change
 from distsim.plan_search.space import ModelTraits
 from distsim.report import plot_timeline, summarize, write_trace
 from distsim.report.exports.folders import chosen_devices
@@ -40,7 +41,7 @@ from distsim.simulation import Simulation
 from distsim.simulation.explain.text import seconds_text
 from distsim.simulation.quantities import bytes_label
 from distsim.study.options import LAYOUT, TRAINING, EngineOptions, option_of, options_of
-from distsim.study.simulate import SimulatedStep, simulated, simulator_of
+from distsim.study.simulate import SimulatedStep, refused_offload, simulated, simulator_of
 from distsim.study.training_step import forward_pass
 
 MOST_EVENTS = 2_000_000
@@ -182,26 +183,31 @@ def simulated_step(options: argparse.Namespace, progress: Progress, advise: bool
             raise PlanError(f"{option_of(name)} goes with --partition")
     order = _table(options)
     topology = read_cluster(options)
+    batch_given = options.batch is not None
     from_file = take_layout(options, len(topology.devices))
     engine = _engine(options, order)
     found = simulated(model_options(options), (options.cluster, topology), engine, progress)
     asks = advise and order is None and not found.simulation.fits
-    advice = _advice(found, progress) if asks else []
+    file = None if batch_given else found.choices.file
+    of_rank = file is not None and file.batch.total is None  # which another plan makes another batch
+    beside = f" and --batch {ModelTraits.of(found.function).batch}" if of_rank else ""
+    advice = _advice(found, progress, beside) if asks else []
     plan = found.choices.written(found.plan)
     way = plan if order is None else f"{plan} (schedule of {options.schedule_csv.name})"
     return StepReport(way, found.function, found.simulation, notes=tuple(from_file), advice=tuple(advice))
 
 
-def _advice(step: SimulatedStep, progress: Progress) -> list[str]:
-    """Say what would make a plan fit."""
-    topology = step.simulation.cost_model.topology
-    trials = PlanTrials(
-        step.function,
-        topology,
-        step.build,
-        step.simulate,
-        lambda _, change: step.choices.changed(step.asked, change),
-    )
+def _advice(step: SimulatedStep, progress: Progress, beside: str) -> list[str]:
+    """Say what would make a plan fit, and what else has to be asked for with it."""
+    topology, traits = step.simulation.cost_model.topology, ModelTraits.of(step.function)
+
+    def changed(_: Plan, change: Change) -> Plan:
+        plan = step.choices.changed(step.asked, change)
+        if why := refused_offload(step.choices, plan, traits):
+            raise PlanError(f"{step.choices.stack.name} refuses offload={plan.offload} {why}")
+        return plan
+
+    trials = PlanTrials(step.function, topology, step.build, step.simulate, changed)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UncostedOperatorWarning)
         found = progress.run(
@@ -209,15 +215,14 @@ def _advice(step: SimulatedStep, progress: Progress) -> list[str]:
             lambda: remedies(step.plan, trials),
         )
     notes = [
-        f"it would fit with {remedy}: {seconds_text(remedy.seconds)}, at most {bytes_label(remedy.peak)}"
+        f"it would fit with {remedy}{beside}: "
+        f"{seconds_text(remedy.seconds)}, at most {bytes_label(remedy.peak)}"
         for remedy in found.fit
     ]
     if found.untried:
-        left = (
-            f"{count_of(found.untried, 'plan')} with one or two changes not tried within {SEARCH_SECONDS:g} s"
-        )
+        left = f"{count_of(found.untried, 'plan')} with a few changes not tried within {SEARCH_SECONDS:g} s"
         return [*(notes or ["no plan was found that fits"]), left]
-    tried = f"{count_of(found.looked_at, 'plan')} with one or two changes of {', '.join(found.fields)}"
+    tried = f"{count_of(found.looked_at, 'plan')} with one to three changes of {', '.join(found.fields)}"
     return notes or [f"of {tried}, none fits; search looks at others too"]
 
 

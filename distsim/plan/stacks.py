@@ -29,7 +29,8 @@ class Stack:
     parallelism it has for one; ``repeated_keys``: attention is given as many heads of keys as of queries
     (:mod:`distsim.transforms.key_heads`); ``scaling`` and ``linear_ops``: those of
     operands of 8 bits, where they are asked for (none: all); ``weighted``: where rows of experts are
-    multiplied by their gates, of a model that does not say (:class:`distsim.models.mixture.Mixture`).
+    multiplied by their gates, of a model that does not say (:class:`distsim.models.mixture.Mixture`);
+    ``offloads_alone``: layers go to the host neither in a pipeline, nor recomputed, nor all of them.
     ``source`` says where these are from.
 
     >>> stack_named("megatron").precision, stack_named("megatron").clip
@@ -53,6 +54,7 @@ class Stack:
     vocabulary_multiple: int = 0
     repeated_keys: bool = False
     weighted: str = "tokens"
+    offloads_alone: bool = False
     contexts: Mapping[str, str] = field(default_factory=dict[str, str], hash=False)
     plan: Mapping[int, Mapping[str, str | int]] = field(
         default_factory=dict[int, Mapping[str, str | int]], hash=False
@@ -117,10 +119,12 @@ STACKS = {
             "off: one bucket after backward; --make-vocab-size-divisible-by 128, times the tensor-parallel "
             "ranks; equally many layers a stage (transformer_block.py, get_num_layers_to_build); rows are "
             "weighted within experts (fusions/fused_bias_swiglu.py, weighted_bias_swiglu_impl, since "
-            "26596307 of April 2025, which is in core 0.12 and not in 0.11)",
+            "26596307 of April 2025, which is in core 0.12 and not in 0.11); what it refuses beside "
+            "--cpu-offloading-num-layers: core/transformer/transformer_config.py, cpu_offloading",
             stages="layers",
             vocabulary_multiple=128,
             weighted="experts",
+            offloads_alone=True,
             plan=_MEGATRON,
         ),
         Stack(

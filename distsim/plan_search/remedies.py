@@ -79,10 +79,12 @@ class PlanTrials:
 def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEARCH_SECONDS) -> Remedies:
     """Return up to ``most`` plans that fit on the devices and differ little.
 
-    One change is tried at a time: recomputing, parameters divided over dp (which takes in devices that are
-    idle), smaller microbatches, tensor or pipeline ranks in the place of data-parallel ones (or on devices
-    that are idle), and activations of some layers, or of all, on the host. Where fewer than ``most`` of them
-    are enough, two at once. A change that the function or the batch does not allow is left
+    One change is tried at a time: recomputing, state or parameters divided over dp (which takes in devices
+    that are idle), activations divided over tp in the sequence, experts over dp, smaller microbatches, tensor
+    or pipeline ranks in the place of data-parallel ones (or on devices that are idle), and activations of
+    some layers, or of all, on the host. Where fewer than ``most`` of them are enough, two at once; where no
+    two are, a third beside recomputing all with parameters divided. A change that the function or the batch
+    does not allow is left
     out; so is one after which parameters and state alone, divided without a rest, are more than a device has.
     Of the others memory is counted, and those that fit are simulated. No plan is begun that would end after
     ``seconds`` if it took as long as the longest so far.
@@ -96,6 +98,9 @@ def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEA
         enough = [change for change in changes if search.changed(change) in known]
         pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
         found += search.try_all(pairs)
+    if not found:
+        most_saved = {"remat": "full", **_divided(plan)}
+        found = search.try_all([most_saved | one for one in changes if one.keys().isdisjoint(most_saved)])
     fastest = sorted(found, key=lambda remedy: remedy.seconds)[:most]
     fields = tuple(dict.fromkeys(name for change in changes for name in change))
     return Remedies(tuple(fastest), search.untried, search.looked_at, fields)
@@ -108,11 +113,14 @@ def _changes(plan: Plan, trials: PlanTrials) -> Iterator[Change]:
         yield {"remat": "attention"}
     if plan.remat != "full":
         yield {"remat": "full"}
-    # With layers for buckets, and nothing to gather after the update.
-    without: Change = {"zero": 3, "bucket": "auto", "overlap_params": "off"}
-    divided: Change = {name: own for name, own in without.items() if getattr(plan, name) != own}
+    divided = _divided(plan)
     if idle > 1:
         yield {"dp": plan.dp * idle} | divided
+    if plan.dp > 1 and not plan.zero:
+        yield {"zero": 1}
+    if plan.tp > 1 and plan.sp == "off":
+        yield {"sp": "on"}
+    yield from _experts_apart(plan, trials.function)
     if plan.dp > 1 and plan.zero < 3:
         yield divided
     elif plan.dp > 1 and plan.reshard not in ("always", "blocking"):
@@ -130,6 +138,23 @@ def _changes(plan: Plan, trials: PlanTrials) -> Iterator[Change]:
         for count in dict.fromkeys(layers // parts for parts in OFFLOADED):
             if count > plan.offload:
                 yield {"offload": count}
+
+
+def _divided(plan: Plan) -> Change:
+    """Parameters divided over dp, with layers for buckets, and nothing to gather after the update."""
+    without: Change = {"zero": 3, "bucket": "auto", "overlap_params": "off"}
+    return {name: own for name, own in without.items() if getattr(plan, name) != own}
+
+
+def _experts_apart(plan: Plan, function: Function) -> Iterator[Change]:
+    """Yield the greatest degree in which dp ranks can divide the experts, if that is more than now."""
+    try:
+        experts = ModelTraits.of(function).experts
+    except PlanError:  # without a batch
+        return
+    degree = math.gcd(experts, plan.dp)
+    if degree > plan.ep:
+        yield {"ep": degree}
 
 
 def _layers_of_a_stage(plan: Plan, function: Function) -> int:
@@ -190,9 +215,9 @@ class _RemedySearch:
     def _has_room(self, plan: Plan) -> bool:
         """Whether what is held all step fits, if all of it is divided by all that the plan divides it by."""
         parameters, state = self.held
-        ranks = plan.zero_ranks or plan.dp
-        parameters /= ranks if plan.zero == 3 else 1
-        state /= ranks if plan.zero else 1
+        ranks = max(plan.zero_ranks or plan.dp, plan.ep)
+        parameters /= ranks if plan.zero == 3 else plan.ep
+        state /= ranks if plan.zero else plan.ep
         room = max(device.usable for device in self.trials.topology.devices)
         return (parameters + state) / (plan.tp * plan.pp) <= room
 

@@ -100,8 +100,10 @@ def _corrected(
     interval = simulation.interval(own=own)
     trust = "" if interval is None else _trust(interval)
     seconds = simulation.step_period * correction(own)
-    runs = f"{count(len(own), 'run')} took {median(own):.3g} times as long as predicted"
-    taken = f"{correction(own):.3g} times is taken, the nearer to it the more runs"
+    runs = (
+        f"{count(len(own), 'run')} took {math.exp(median(map(math.log, own))):.4g} times as long as predicted"
+    )
+    taken = f"{correction(own):.4g} times is taken, the nearer to it the more runs"
     lines = [f"own runs      {seconds_text(seconds)}{trust}: {runs}; {taken}"]
     if clash(own):
         lines[0] += (

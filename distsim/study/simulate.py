@@ -172,6 +172,8 @@ def simulated(
     notes += said
     notes += choices.device_notes(topology)
     notes += _zero_alone(plan)
+    if why := refused_offload(choices, plan, traits):
+        notes.append(f"{choices.stack.name} refuses offload={plan.offload} {why}; simulated all the same")
     notes += _idle_devices(name, plan, topology, traits.batch)
     notes += _uneven_ranks(plan, program.schedule, simulation)
     simulation.step = PlannedStep(
@@ -240,6 +242,17 @@ def _zero_alone(plan: Plan) -> list[str]:
     if not plan.zero or plan.dp * plan.cp > 1:
         return []
     return [f"zero={plan.zero} has no effect: it divides over the ranks of dp and cp, of which there is one"]
+
+
+def refused_offload(choices: Choices, plan: Plan, traits: ModelTraits) -> str:
+    """Return beside what the stack refuses to offload layers, "" where it does not refuse."""
+    if not (plan.offload and choices.stack.offloads_alone):
+        return ""
+    if plan.pp > 1:
+        return f"with pp={plan.pp}"
+    if plan.remat != "none":
+        return f"with remat={plan.remat}"
+    return "of all layers" if plan.offload >= traits.every_layer else ""
 
 
 UNEVEN = 1.1

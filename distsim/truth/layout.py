@@ -276,7 +276,10 @@ def _remat(row: Row, stack: Stack, layers_a_stage: int, assumed: list[str]) -> s
             return f"ops:{saved}+MPIReduceScatter" if number(row, "tp", 1) > 1 else f"ops:{saved}"
         if re.search(r"attention|core", text) or stack.family == "megatron":
             return "attention"
-    raise MissingFeatureError(f"recompute {text!r:.60}")
+    raise MissingFeatureError(
+        f"recompute {text!r:.60}; of {stack.name} one of none, full, block:N, uniform:N, every N, a share as "
+        "50%, selective with what it recomputes (attention, op, modules), or save- and a name of JAX's"
+    )
 
 
 def _context(row: Row, stack: Stack, cp: int) -> dict[str, str | int]:

@@ -108,6 +108,13 @@ def _is_plain(field: str) -> bool:
     return bool(name and re.fullmatch(_PLAIN.get(table, ""), name))
 
 
+_CHECKPOINTING = (
+    *("partition_activations", "number_checkpoints", "contiguous_memory_optimization"),
+    *("synchronize_checkpoint_boundary", "profile"),
+)
+"""Fields of ``activation_checkpointing`` that only say how to recompute: who sets one does."""
+
+
 def _layout(whole: TrackedFields, notes: list[str]) -> tuple[dict[str, str | int], int]:
     zero = whole.part("zero_optimization")
     stage = zero.count("stage", 0, 3) if zero.given("stage") else 0
@@ -129,13 +136,15 @@ def _layout(whole: TrackedFields, notes: list[str]) -> tuple[dict[str, str | int
         raise checkpoints.refusal("cpu_checkpointing", "false; offload=N in --plan keeps layers on the host")
     if checkpoints.on("partition_activations"):
         notes.append("activation_checkpointing.partition_activations: each rank of tp keeps them whole")
-    if "activation_checkpointing" in whole.table:
+    if any(checkpoints.value(name) for name in _CHECKPOINTING):
         fields["remat"] = "full"
         if checkpoints.given("number_checkpoints") and checkpoints.value("number_checkpoints"):
             notes.append("activation_checkpointing.number_checkpoints: each layer is checkpointed")
     else:
         fields["remat"] = "none"
         notes.append("recomputation is the model's to choose: none, unless --plan says remat=full")
+        if "activation_checkpointing" in whole.table:
+            notes[-1] += "; activation_checkpointing turns nothing on, and all that it says is off"
     fields |= _degrees(whole)
     return fields, stage
 
@@ -203,8 +212,11 @@ def _batch(whole: TrackedFields, notes: list[str]) -> BatchSizes:
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     values = [None if whole.value(name) in (None, "auto") else whole.count(name) for name in names]
     total, micro, steps = values
-    if any(whole.value(name) == "auto" for name in names):
-        notes.append('"auto" batch sizes are as --batch, and microbatches= of --plan (default 1), say')
+    auto = [name for name in names if whole.value(name) == "auto"]
+    if auto and total is None and micro is not None and steps is not None:
+        notes.append(f'"auto" of {auto[0]}: {micro} a rank, {steps} times, unless --batch says otherwise')
+    elif auto:
+        notes.append(f'"auto" of {", ".join(auto)}: as --batch, or microbatches= of --plan, say, else 1')
     if total is not None and micro is None and steps is None:
         steps = 1
     if total is None and micro is not None and steps is None:

@@ -72,7 +72,7 @@ class MegatronLayout:
             found["cp_kind"] = _context(fields)
         found |= _pipeline(fields, sizes, degrees["pp"])
         found["remat"] = _recompute(fields, notes)
-        found |= _offload(fields)
+        found |= _offload(fields, sizes.layers, degrees["pp"])
         zero = _sharding(fields)
         found |= _data(fields, zero)
         copies = fields.count("--num-distributed-optimizer-instances") if zero else 1
@@ -244,9 +244,16 @@ def _selective(modules: Sequence[str], notes: list[str]) -> str:
     return "attention" if parts == ["attention"] else f"parts:{'+'.join(parts)}"
 
 
-def _offload(fields: TrackedFields) -> dict[str, str | int]:
-    layers = fields.maybe_count("--cpu-offloading-num-layers", 0)
-    return {"offload": layers} if layers else {}
+def _offload(fields: TrackedFields, layers: int, pp: int) -> dict[str, str | int]:
+    """Return how many layers are offloaded; refuses what Megatron-LM does
+    (megatron/core/transformer/transformer_config.py, ``cpu_offloading``)."""
+    name = "--cpu-offloading-num-layers"
+    count = fields.maybe_count(name, 0, layers - 1) or 0
+    if count and pp > 1:
+        raise fields.refusal(name, f"0 with {pp} pipeline ranks: Megatron-LM refuses both together")
+    if count and (fields.text("--recompute-granularity") or fields.on("--recompute-activations")):
+        raise fields.refusal(name, "0 where activations are recomputed: Megatron-LM refuses both together")
+    return {"offload": count} if count else {}
 
 
 def _sharding(fields: TrackedFields) -> int:

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import tomllib
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 
@@ -148,6 +149,23 @@ def _model(model: TrackedFields) -> tuple[str | None, DecoderSizes | None, str]:
     return NAMED.get(names[plain]), BUILT.get(names[plain]), ""
 
 
+KEPT_WIDE = ("output", "router.gate")
+"""Products that stay in 16 bits here whatever filter_fqns says."""
+
+
+def _filtered(tables: Sequence[TrackedFields]) -> list[str]:
+    """Say which products filter_fqns keeps in 16 bits, or does not, and the other way round here."""
+    found: list[str] = []
+    for table in tables:
+        if table.given("filter_fqns"):
+            names = table.words("filter_fqns")
+            if others := [name for name in names if name not in KEPT_WIDE]:
+                found.append(f"filter_fqns {', '.join(others)[:80]}: in 8 bits here, as all but the head")
+            if KEPT_WIDE[0] not in names:
+                found.append(f"filter_fqns without {KEPT_WIDE[0]!r}: the head stays in 16 bits here")
+    return found
+
+
 def _eight_bits(whole: TrackedFields, notes: list[str]) -> str:
     """Return the fields of a precision with operands of 8 bits, "" where these are not: tables about that
     count where a converter asks for it."""
@@ -163,6 +181,7 @@ def _eight_bits(whole: TrackedFields, notes: list[str]) -> str:
         notes.append("enable_fsdp_float8_all_gather: parameters are gathered in 16 bits")
     if not linear:
         return ""
+    notes += _filtered(gathers)
     recipe = next((name for each in gathers if (name := each.text("recipe_name", ""))), "tensorwise")
     if recipe not in FLOAT8_RECIPES:
         raise gathers[0].refusal("recipe_name", f"one of {', '.join(FLOAT8_RECIPES)}")

@@ -63,7 +63,8 @@ def write_page(
 ) -> None:
     """Write a page of one or more cases; raise :class:`SimulationError` for a path that cannot be one.
 
-    ``clusters`` of several cases is what :func:`distsim.plan_search.views.page.clusters_part` returns.
+    ``clusters``, of several cases or of what a training takes, is what
+    :func:`distsim.plan_search.views.page.clusters_part` returns.
     """
     shown = [case.to_dict() for case in cases]
     text = page_text({"title": title, "cases": shown, "clusters": clusters})

@@ -130,7 +130,9 @@ function clustersSection({ objective, header, rows, notes }, chosen) {
     label, kind: n === 0 ? "text" : n === header.length - 1 ? "long" : "",
     ...(n === header.length - 1 ? { node: row => broken(row[n]) } : { text: row => row[n] }),
   })), rows, { chosen: row => { table.select(row); chosen(row[0]); } });
-  return section("clusters", "Clusters", soft(`The best by ${objective} first. Tap one to see its plans.`), table.element,
+  const title = rows.length > 1 ? "Clusters" : "The training";
+  const about = rows.length > 1 ? [soft(`The best by ${objective} first. Tap one to see its plans.`)] : [];
+  return section("clusters", title, ...about, table.element,
     notes.length ? make("ul", {}, ...notes.map(note => make("li", {}, note))) : null);
 }
 
@@ -141,11 +143,12 @@ function clustersSection({ objective, header, rows, notes }, chosen) {
   const several = shown.cases.length > 1
     ? make("div", { class: "controls" }, choice("cluster", shown.cases.map((item, n) => [String(n), item.name]), show)) : null;
   const choose = name => {
+    if (!several) return;
     const list = several.querySelector("select");
     list.value = String(shown.cases.findIndex(item => item.name === name));
     show(list.value);
   };
-  const clusters = several && shown.clusters ? [clustersSection(shown.clusters, choose)] : [];
+  const clusters = shown.clusters ? [clustersSection(shown.clusters, choose)] : [];
   document.getElementById("page").replaceChildren(make("h1", {}, shown.title), ...clusters, ...(several ? [several] : []), place,
     make("footer", {}, "Made by distsim: simulated, not measured."));
   show(0);
