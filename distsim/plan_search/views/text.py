@@ -20,7 +20,7 @@ def describe(result: SearchResult) -> str:
     """Return what a search found as a text: counts, the best plans, the front, what nearly fits, and why."""
     lines = _counts(result)
     if result.fitting:
-        lines += ["", *best_table(result)]
+        lines += ["", *best_table(result), *_few(result)]
         lines += ["", *_front(result)] if len(result.pareto) > 1 else []
     else:
         lines += ["", f"none of {count(len(result.trials), 'plan')} fits in memory", *_nearest(result)]
@@ -93,6 +93,22 @@ def _nearest(result: SearchResult) -> list[str]:
             f"{bytes_label(state / devices)} on each: use {math.ceil(state / nearest.usable)} devices or more"
         )
         return lines
+    names = _not_tried(result)
+    tried = f"not tried: {', '.join(names)} (--plan); or " if names else ""
+    return [*lines, f"{tried}use more devices, a smaller batch or shorter sequences"]
+
+
+def _few(result: SearchResult) -> list[str]:
+    """Say what was not tried where fewer plans fit than were asked for, and others do not."""
+    found, names = len(result.fitting), _not_tried(result)
+    large = result.counts["too large"] + result.counts["discarded: too large"]
+    if found >= result.wanted or not large or not names:
+        return []
+    return [f"{count(found, 'plan')} alone fit{'s' * (found == 1)}; not tried: {', '.join(names)} (--plan)"]
+
+
+def _not_tried(result: SearchResult) -> list[str]:
+    """Return what takes less memory and is in none of the plans."""
     plans = [trial.plan for trial in result.trials]
     several = max(plan.dp * plan.cp for plan in plans) > 1
     opened = {
@@ -102,9 +118,7 @@ def _nearest(result: SearchResult) -> list[str]:
         "cp": bool(result.step.sequence) and all(plan.cp == 1 for plan in plans),
         "offload": all(not plan.offload for plan in plans),
     }
-    names = [name for name, is_closed in opened.items() if is_closed]
-    tried = f"not tried: {', '.join(names)} (--plan); or " if names else ""
-    return [*lines, f"{tried}use more devices, a smaller batch or shorter sequences"]
+    return [name for name, is_closed in opened.items() if is_closed]
 
 
 def _nearly(result: SearchResult) -> list[str]:
