@@ -10,12 +10,14 @@ from training_models import Maker, assert_same_step, laid_out, random_inputs, sm
 from distsim.compose import parallelize
 from distsim.executor import CostModel, SequentialExecutor, Simulator, count_flops
 from distsim.hardware import load_cluster
-from distsim.ir import Function, Mesh
+from distsim.ir import Function, Mesh, Role
+from distsim.models import llama
 from distsim.plan import Plan
 from distsim.schedule import schedule
+from distsim.simulation import bytes_sent
 from distsim.simulation.memory.peak import peak_memory
 from distsim.simulation.memory.program_memory import program_memory
-from distsim.transforms import SGD, differentiate
+from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.kernels.attention import set_attention
 
 CLUSTER = load_cluster("dgx-a100")
@@ -170,3 +172,33 @@ def test_recomputation_that_saves_no_memory_is_noted() -> None:
                 assert all(f"{own:,} bytes" in note and f"remat=none {other:,}" in note for note in notes)
                 noted += len(notes)
     assert noted
+
+
+@pytest.mark.parametrize("remat", ["full", "full_early", "ops:MatMul", "every:2", "attention", "budget:0.5"])
+@pytest.mark.parametrize(("layers", "plan"), [(5, "pp=4"), (7, "pp=5"), (6, "pp=2,schedule=zb_v,chunks=2")])
+def test_cuts_within_layers_send_and_hold_what_they_do_without_recomputation(layers, plan, remat):
+    """Of a layer that runs again as a whole each stage has its own part, forward and backward."""
+    forward = llama(layers=layers, hidden=64, heads=4, kv_heads=4, ffn=256, seq=64, batch=8, vocab=64)
+    joint = differentiate(set_attention(forward, "flash"), Adam())
+    plans = [Plan.parse(f"{plan},microbatches=4,remat={each}") for each in ("none", remat)]
+    plain, again = (parallelize(joint, each, CLUSTER) for each in plans)
+    assert holders_of(again) == holders_of(plain)
+    costs = CostModel(CLUSTER)
+    sent = [bytes_sent(each, CLUSTER) for each in (plain, again)]
+    assert sent[0] == sent[1]
+    used = [program_memory(each).devices for each in (plain, again)]
+    parameters = [[use.by_kind["parameters"] for use in each.values()] for each in used]
+    assert parameters[0] == parameters[1]
+    assert Simulator(costs).simulate(again).step_time >= Simulator(costs).simulate(plain).step_time
+
+
+def holders_of(program) -> list[tuple[str, tuple[int, ...]]]:
+    """The stages of each parameter, all of which get what it is after the step."""
+    new = {output.key.name: {output.stage, *output.copies} for output in program.outputs}
+    found = [
+        (given.key.name, given.stages)
+        for given in program.parts.inputs
+        if given.source.role is Role.PARAMETER
+    ]
+    assert all(new[f"{name}.new"] >= set(stages) for name, stages in found)
+    return found

@@ -359,7 +359,9 @@ def test_nothing_fits():
     some = "tp=1,pp=1,zero=0|3,remat=none"
     least = min(trial.peak for trial in search(model("mlp"), topology_of(4), some).fitting)
     said = describe(search(model("mlp"), topology_of(4, memory=least), some))
-    assert re.search("^[0-9]+ plans? alone fits?; not tried: remat=full, tp, pp, offload ", said, re.MULTILINE)
+    assert re.search(
+        "^[0-9]+ plans? alone fits?; not tried: remat=full, tp, pp, offload ", said, re.MULTILINE
+    )
 
 
 def test_a_batch_that_no_ranks_divide_is_the_reason():

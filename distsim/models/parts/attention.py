@@ -46,7 +46,11 @@ class GroupedHeads:
         check_counts(window=self.window)
         check_caps(softcap=self.softcap, scale=self.scale or 0.0)
         if self.heads % self.groups:
-            raise PlanError(f"kv_heads={self.groups} does not divide heads={self.heads}")
+            fits = [str(n) for n in range(1, self.heads + 1) if self.heads % n == 0][-4:]
+            usable = " or ".join(fits)
+            raise PlanError(
+                f"kv_heads={self.groups} does not divide heads={self.heads}: give kv_heads={usable}"
+            )
         if not self.windowed:
             raise PlanError("windowed=() says of no layer whether it has a window; leave it as (True,)")
 

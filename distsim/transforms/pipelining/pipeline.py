@@ -37,6 +37,7 @@ from distsim.transforms.gradient_sums import sum_gradients
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.kernels.scans import copy_saved
 from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
+from distsim.transforms.pipelining.awaited import wait_for_own
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
 from distsim.transforms.pipelining.ends import Ends
 from distsim.transforms.pipelining.float8 import keep_scales, turn_operands
@@ -169,7 +170,12 @@ class _Stages(NamedTuple):
         """
         local, assigned = self.local, self._assign(sized)
         # Untied, a function may have its stages elsewhere: what each of them keeps is decided after that.
-        changes = copy_weights, untie, *((validate_later,) if local.kernels.validates_later else ())
+        changes = (
+            wait_for_own,
+            copy_weights,
+            untie,
+            *((validate_later,) if local.kernels.validates_later else ()),
+        )
         for change in changes:
             changed = sized.changed((change, assigned), partial(change, assigned=assigned))
             if changed is not sized:

@@ -44,7 +44,8 @@ def assign_stages(
         for value in function.reads[op]:
             if function.held[value]:
                 late[value] = min(late.get(value, num_stages), stage[op])
-    homes = {value: (place,) for value, place in late.items()} | homes  # read in backward only
+    for value, place in late.items():  # read in backward only, or there on another stage too
+        homes[value] = tuple(sorted({place, *homes.get(value, ())}))
     sink = _Sink(function, rest, stage, homes)
     sink.run()
     known.append(ChosenMap(tuple(sink.smaller), StageMap(stage, homes)))
@@ -107,6 +108,7 @@ def _place_rest(
     reach = _reach(function, stage)
     weights = _weights(function)
     rest: list[int] = []
+    handed: dict[int, int] = {}  # what barriers make -> what they hand on
     producer, forward, loose, held = function.producer, function.forward, function.loose, function.held
     for op, read in enumerate(function.reads):
         if forward[op] or loose[op] or function.steps[op]:
@@ -116,12 +118,14 @@ def _place_rest(
             stage[op] = stage[original]
             rest.append(op)
             continue
+        if operator(function.ops[op].op_type).waits:  # it is where what it hands on is read
+            first = read[0]
+            handed |= dict.fromkeys(function.makes[op], handed.get(first, first))
+            rest.append(op)
+            continue
         bounds: list[int] = []
-        waits = operator(function.ops[op].op_type).waits
         for value in read:
-            if waits and value in function.originals:  # for what runs again, where it does
-                bounds.append(stage[producer[value]])
-                continue
+            value = handed.get(value, value)
             value = function.originals.get(value, value)
             value = weights.get(value, value)
             made = producer[value]
