@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, ClassVar, Protocol, TypedDict, TypeVar
 
+from distsim.cost.roofline import CostRules
 from distsim.importer.configs import TrainingConfig
 from distsim.importer.decoders import config_label
 from distsim.ir import Function
@@ -86,7 +87,8 @@ class EngineOptions:
     """How a step is simulated, as the options of ``distsim simulate`` of these names say.
 
     ``overlap``: communication runs beside compute; ``schedule``: a table in place of a named schedule;
-    ``own_runs``: measured over predicted seconds of other steps on the same machine, which correct this one.
+    ``own_runs``: measured over predicted seconds of other steps on the same machine, which correct this one;
+    ``rules``, in Python alone: cost rules of one's own.
     """
 
     strict: bool = False
@@ -96,6 +98,7 @@ class EngineOptions:
     seed: int = 0
     schedule: Schedule | str | os.PathLike[str] | None = None
     own_runs: Sequence[float] = ()
+    rules: CostRules | None = None
 
 
 def says(value: object) -> bool:
@@ -137,6 +140,7 @@ class SimulationKeywords(TrainingKeywords, total=False):
     seed: int
     schedule: Schedule | str | os.PathLike[str] | None
     own_runs: Sequence[float]
+    rules: object  # CostModel says what is no CostRules
 
 
 class OptionsRecord(Protocol):

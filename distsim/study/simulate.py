@@ -141,7 +141,7 @@ class _Plans:
     def _simulator(self, devices: int) -> Simulator:
         if devices not in self._simulators:
             used = in_use(self.topology, devices)
-            costs = CostModel(used, strict=self.engine.strict, kernels=self.kernels.way)
+            costs = CostModel(used, self.engine.strict, self.engine.rules, self.kernels.way)
             self._simulators[devices] = simulator_of(self.engine, costs)
         return self._simulators[devices]
 

@@ -70,7 +70,7 @@ def _at_hand(function: Numbered, stage: Sequence[int], barrier: int) -> Numbers:
         if function.producer[value] < 0
         or stage[function.producer[value]] == own
         or any(
-            stage[reader] == own and not _waits(function, reader)
+            stage[reader] == own and (function.reads[reader][0] == value or not _waits(function, reader))
             for reader in function.readers.get(value, ())
         )
     ]
