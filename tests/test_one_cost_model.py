@@ -249,7 +249,7 @@ def test_a_partition_is_that_of_the_rules():
 
 
 def with_rules(monkeypatch, name):
-    def dear_model(topology, strict=False, kernels=""):
+    def dear_model(topology, strict=False, rules=None, kernels=""):
         return CostModel(topology, strict, Dear(name), kernels)
 
     for module in ("distsim.commands.simulate", "distsim.study.simulate"):

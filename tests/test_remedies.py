@@ -94,6 +94,9 @@ def test_three_changes_where_two_are_not():
     changes, *_ = advised(Plan(dp=4), least)
     assert "remat=full, zero=3, microbatches=4" in changes
     assert all(change.count("=") == 3 for change in changes)
+    assert "remat=full, zero=3, dp=4, microbatches=4" in advised(Plan(), least)[0]
+    assert "ep" not in remedies(Plan(dp=4), trials_of(1000)).fields
+    assert "zero" in remedies(Plan(cp=4), trials_of(1000)).fields
 
 
 def test_nothing_fits_where_the_states_do_not_and_nothing_is_built_then():
@@ -115,6 +118,11 @@ def test_idle_devices_divide_parameters_and_layers_go_to_the_host():
     assert "tp=4" in advised(Plan(), narrow, most=20)[0]
     changes, *_ = advised(Plan(), peak_of(Plan(offload=4), 1), count=1, most=20)
     assert "offload=4" in changes
+
+
+def trials_of(memory):
+    """Of devices on which nothing fits."""
+    return PlanTrials(joint(), with_hosts(4, memory=memory), lambda _: pytest.fail("no room"), pytest.fail)
 
 
 def test_where_nothing_fits_it_is_said_what_was_looked_at():

@@ -99,7 +99,8 @@ def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEA
         pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
         found += search.try_all(pairs)
     if not found:
-        most_saved = {"remat": "full", **_divided(plan)}
+        idle = len(trials.topology.devices) // plan.devices
+        most_saved = {"remat": "full", **_divided(plan), **({"dp": plan.dp * idle} if idle > 1 else {})}
         found = search.try_all([most_saved | one for one in changes if one.keys().isdisjoint(most_saved)])
     fastest = sorted(found, key=lambda remedy: remedy.seconds)[:most]
     fields = tuple(dict.fromkeys(name for change in changes for name in change))
@@ -116,14 +117,14 @@ def _changes(plan: Plan, trials: PlanTrials) -> Iterator[Change]:
     divided = _divided(plan)
     if idle > 1:
         yield {"dp": plan.dp * idle} | divided
-    if plan.dp > 1 and not plan.zero:
+    if plan.dp * plan.cp > 1 and not plan.zero:
         yield {"zero": 1}
     if plan.tp > 1 and plan.sp == "off":
         yield {"sp": "on"}
     yield from _experts_apart(plan, trials.function)
-    if plan.dp > 1 and plan.zero < 3:
+    if plan.dp * plan.cp > 1 and plan.zero < 3:
         yield divided
-    elif plan.dp > 1 and plan.reshard not in ("always", "blocking"):
+    elif plan.dp * plan.cp > 1 and plan.reshard not in ("always", "blocking"):
         yield {"reshard": "always"}
     for parts in SPLITS:
         yield {"microbatches": plan.microbatches * parts}
@@ -153,7 +154,7 @@ def _experts_apart(plan: Plan, function: Function) -> Iterator[Change]:
     except PlanError:  # without a batch
         return
     degree = math.gcd(experts, plan.dp)
-    if degree > plan.ep:
+    if experts and degree > plan.ep:
         yield {"ep": degree}
 
 
@@ -215,7 +216,7 @@ class _RemedySearch:
     def _has_room(self, plan: Plan) -> bool:
         """Whether what is held all step fits, if all of it is divided by all that the plan divides it by."""
         parameters, state = self.held
-        ranks = max(plan.zero_ranks or plan.dp, plan.ep)
+        ranks = max(plan.zero_ranks or plan.dp * plan.cp, plan.ep)
         parameters /= ranks if plan.zero == 3 else plan.ep
         state /= ranks if plan.zero else plan.ep
         room = max(device.usable for device in self.trials.topology.devices)

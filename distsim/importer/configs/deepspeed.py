@@ -215,8 +215,8 @@ def _batch(whole: TrackedFields, notes: list[str]) -> BatchSizes:
     auto = [name for name in names if whole.value(name) == "auto"]
     if auto and total is None and micro is not None and steps is not None:
         notes.append(f'"auto" of {auto[0]}: {micro} a rank, {steps} times, unless --batch says otherwise')
-    elif auto:
-        notes.append(f'"auto" of {", ".join(auto)}: as --batch, or microbatches= of --plan, say, else 1')
+    elif auto and total is None:
+        notes.append(f'"auto" of {", ".join(auto)}: as --batch, or microbatches= of --plan, say')
     if total is not None and micro is None and steps is None:
         steps = 1
     if total is None and micro is not None and steps is None:
