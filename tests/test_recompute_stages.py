@@ -4,6 +4,7 @@ import random
 from collections.abc import Callable
 from dataclasses import replace
 
+import expert_models
 import pytest
 from training_models import Maker, assert_same_step, laid_out, random_inputs, small_gpt, tied
 
@@ -13,6 +14,7 @@ from distsim.hardware import load_cluster
 from distsim.ir import Function, Mesh, Role
 from distsim.models import llama
 from distsim.plan import Plan
+from distsim.program.program import Program
 from distsim.schedule import schedule
 from distsim.simulation import bytes_sent
 from distsim.simulation.memory.peak import peak_memory
@@ -179,17 +181,46 @@ def test_recomputation_that_saves_no_memory_is_noted() -> None:
 def test_cuts_within_layers_send_and_hold_what_they_do_without_recomputation(layers, plan, remat):
     """Of a layer that runs again as a whole each stage has its own part, forward and backward."""
     forward = llama(layers=layers, hidden=64, heads=4, kv_heads=4, ffn=256, seq=64, batch=8, vocab=64)
-    joint = differentiate(set_attention(forward, "flash"), Adam())
-    plans = [Plan.parse(f"{plan},microbatches=4,remat={each}") for each in ("none", remat)]
-    plain, again = (parallelize(joint, each, CLUSTER) for each in plans)
-    assert holders_of(again) == holders_of(plain)
-    costs = CostModel(CLUSTER)
+    plain, again = without_and_with(forward, plan, remat)
     sent = [bytes_sent(each, CLUSTER) for each in (plain, again)]
     assert sent[0] == sent[1]
-    used = [program_memory(each).devices for each in (plain, again)]
+
+
+@pytest.mark.parametrize("remat", ["full", "full_early", "ops:MatMul", "matmuls"])
+@pytest.mark.parametrize(
+    ("model", "plan"),
+    [
+        ("mixtral", "pp=5"),
+        ("mixtral", "pp=3,dp=2,ep=2"),
+        ("deepseek", "pp=6"),
+        ("deepseek", "pp=3,schedule=zb_v,chunks=2"),
+        ("llama", "pp=4,cp=2,cp_kind=ring"),
+        ("llama", "pp=4,cp=2,cp_kind=allgather"),
+        ("llama", "pp=4,tp=2,sp=on"),
+    ],
+)
+def test_cuts_within_layers_of_experts_and_of_divided_sequences(model, plan, remat):
+    """What is repeated with a layer of constants alone (where rows go, which tokens a rank has) is no
+    gradient's: each stage has its own part of these layers too. What ranks exchange they exchange again."""
+    if model == "llama":
+        forward = llama(layers=9, hidden=64, heads=4, kv_heads=4, ffn=256, seq=64, batch=8, vocab=64)
+    else:
+        forward = expert_models.model(model)
+    without_and_with(forward, plan, remat)
+
+
+def without_and_with(forward: Function, plan: str, remat: str) -> list[Program]:
+    """A step without and with recomputation: parameters are on the same ranks and no pass is shorter."""
+    joint = differentiate(set_attention(forward, "flash"), Adam())
+    plans = [Plan.parse(f"{plan},microbatches=4,remat={each}") for each in ("none", remat)]
+    plain, again = programs = [parallelize(joint, each, CLUSTER) for each in plans]
+    assert holders_of(again) == holders_of(plain)
+    used = [program_memory(each).devices for each in programs]
     parameters = [[use.by_kind["parameters"] for use in each.values()] for each in used]
     assert parameters[0] == parameters[1]
-    assert Simulator(costs).simulate(again).step_time >= Simulator(costs).simulate(plain).step_time
+    without, within = (Simulator(CostModel(CLUSTER)).simulate(each) for each in programs)
+    assert within.step_time >= without.step_time
+    return programs
 
 
 def holders_of(program) -> list[tuple[str, tuple[int, ...]]]:

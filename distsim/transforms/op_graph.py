@@ -163,9 +163,9 @@ class Numbered:
                     same[value] = same[original]
                 continue
             key = self.kinds[index], *[same[value] for value in read]
-            if self.forward[index]:
+            if self.forward[index] or self.loose[index]:
                 equal.setdefault(key, []).append(index)
-            elif key in equal and not self.loose[index]:
+            elif key in equal:
                 found[index] = tuple(equal[key])
             for value, first in zip(self.makes[index], self.makes[equal.get(key, [index])[0]], strict=True):
                 same[value] = first
