@@ -302,14 +302,14 @@ def test_the_next_layer_computes_while_what_a_microbatch_has_made_is_reduced(fie
 
 def test_sums_of_what_ranks_have_not_reduced_wait_for_nothing():
     """Where layers are cut, gradients of keys and values are reduced over cp beside those of weights."""
-    llama = load_model("llama:layers=3,hidden=64,heads=4,kv_heads=4,vocab=64,seq=16", 8)
+    llama = load_model("llama:layers=2,hidden=64,heads=4,kv_heads=4,vocab=64,seq=16", 8)
     joint = differentiate(add_loss(set_attention(llama, "flash")), Adam())
     orders: list[list[str]] = []
     for overlap in ("on", "off"):
-        plan = Plan.parse(f"cp=2,pp=6,microbatches=8,stages=even,overlap_grads={overlap}")
+        plan = Plan.parse(f"cp=2,pp=3,microbatches=8,stages=even,overlap_grads={overlap}")
         program = parallelize(joint, plan, topology_of(plan.devices))
-        orders.append([op.op_type for op in program.stages[2].backward.accumulating.ops])
-    assert "MPIReduceScatter" in orders[0] and "AccumulateInto" in orders[0] and orders[0] == orders[1]
+        orders.append([op.op_type for op in program.stages[0].backward.accumulating.ops])
+    assert "AccumulateInto" in orders[0][orders[0].index("MPIReduceScatter") :] and orders[0] == orders[1]
 
 
 def test_parameters_are_gathered_while_the_first_forward_pass_runs():

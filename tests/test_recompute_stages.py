@@ -21,6 +21,7 @@ from distsim.simulation.memory.peak import peak_memory
 from distsim.simulation.memory.program_memory import program_memory
 from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.kernels.attention import set_attention
+from distsim.transforms.op_graph import is_gather
 
 CLUSTER = load_cluster("dgx-a100")
 POLICIES = ("min_cut", "budget:0", "budget:0.5", "budget:1")
@@ -233,3 +234,17 @@ def holders_of(program) -> list[tuple[str, tuple[int, ...]]]:
     ]
     assert all(new[f"{name}.new"] >= set(stages) for name, stages in found)
     return found
+
+
+@pytest.mark.parametrize("pp", [4, 5])
+@pytest.mark.parametrize("fields", ["tp=2,sp=on", "tp=2,sp=dtensor,tp_overlap=off", "cp=2"])
+def test_a_gather_at_a_cut_is_made_above_it_and_no_weight_is_held_twice(pp, fields):
+    """What a gather reads is less to send; its gradient's product is where its weight is."""
+    forward = llama(layers=5, hidden=1024, heads=16, kv_heads=16, ffn=2816, seq=512, batch=8, vocab=8192)
+    joint = differentiate(set_attention(forward, "flash"), Adam())
+    program = parallelize(joint, Plan.parse(f"pp={pp},microbatches=4,{fields}"), load_cluster("dgx-a100:2"))
+    assert all(len(stages) == 1 for _, stages in holders_of(program))
+    for stage in program.stages[:-1]:
+        gathered = {value for op in stage.forward.function.ops if is_gather(op) for value in op.outputs}
+        read = {value for op in stage.forward.function.ops for value in op.inputs}
+        assert gathered <= read

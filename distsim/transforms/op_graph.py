@@ -151,7 +151,7 @@ class Numbered:
     @cached_property
     def copies(self) -> dict[int, int]:
         """The backward ops that compute a forward op again, found by what they compute -> that op."""
-        if not any(operator(op.op_type).waits for op in self.ops):
+        if not any(operator(op.op_type).waits or is_gather(op) for op in self.ops):
             return {}
         same = list(range(len(self.values)))  # the first value that a value is equal to
         equal: dict[Hashable, list[int]] = {}  # forward ops that compute the same
@@ -331,43 +331,14 @@ _SAME_GRADIENT = (
 )
 
 
-def early_sums(function: Numbered) -> dict[int, int]:
-    """Return the sums over microbatches on which work within a microbatch depends, and one such op each.
-
-    A loss that is divided by the number of tokens in the batch, before its backward pass, is an example.
-    What comes after a sum may read sums and what is the same for every microbatch, nothing else.
-    """
-    sums: list[frozenset[int]] = [frozenset()] * len(function.values)
-    fixed = list(function.held)
-    early: dict[int, int] = {}
-    for index, read in enumerate(function.reads):
-        before = _union([sums[v] for v in read if sums[v]])
-        if early:
-            before -= early.keys()
-        if function.sums[index]:
-            before = frozenset((index,))
-        elif before and any(
-            not fixed[v] and not (sums[v] - early.keys() if early else sums[v]) for v in read
-        ):
-            early |= dict.fromkeys(sorted(before), index)
-            before = frozenset[int]()
-        elif not before and all(fixed[v] for v in read):
-            for value in function.makes[index]:
-                fixed[value] = True
-        if before:
-            for value in function.makes[index]:
-                sums[value] = before
-    return early
-
-
-def _union(sets: Sequence[frozenset[int]]) -> frozenset[int]:
-    """Return the union of sets: one of them where it has all, as that of a norm over all gradients has."""
-    largest = max(sets, key=len, default=frozenset[int]())
-    return largest if all(each <= largest for each in sets) else largest.union(*sets)
-
-
 def _scalar(value: Value) -> bool:
     return isinstance(value.type, Tensor) and value.type.shape == ()
+
+
+def is_gather(op: Op) -> bool:
+    """Whether an op puts together on each rank what several have."""
+    meaning = operator(op.op_type).communication
+    return meaning is not None and meaning.kind == "all_gather"
 
 
 def _marking(ops: Sequence[Op]) -> list[int]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -14,17 +14,11 @@ from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
 from distsim.hardware.rank_axes import EXPERT
 from distsim.ir import (
-    Environment,
     Function,
     Mesh,
-    Op,
     Topology,
     Value,
-    rewire_op,
-    rewrite,
-    substitute,
 )
-from distsim.ir.rewrite import inline
 from distsim.program.block import StageBlocks
 from distsim.program.parts import Parts, ProgramInput, ProgramOutput, Stage
 from distsim.program.program import Program
@@ -36,9 +30,10 @@ from distsim.transforms.data_parallel.prefetch import prefetch
 from distsim.transforms.gradient_sums import sum_gradients
 from distsim.transforms.kernels import fuse_stages
 from distsim.transforms.kernels.scans import copy_saved
-from distsim.transforms.op_graph import Numbered, StageMap, early_sums, numbered
+from distsim.transforms.op_graph import Numbered, StageMap
 from distsim.transforms.pipelining.awaited import wait_for_own
 from distsim.transforms.pipelining.cut_blocks import CutBlocks, cut_blocks
+from distsim.transforms.pipelining.early_sums import without_early_sums
 from distsim.transforms.pipelining.ends import Ends
 from distsim.transforms.pipelining.float8 import keep_scales, turn_operands
 from distsim.transforms.pipelining.post_validation import validate_later
@@ -280,44 +275,4 @@ def _sized(local: Sharded, first: Numbered | None, likeness: Likeness | None) ->
         with suppress(Unlike):
             _ = found.own
             return found
-    return Sized(_without_early_sums(local.function, local.microbatches))
-
-
-def _without_early_sums(local: Function, microbatches: int) -> Numbered:
-    """Return the function without marks of sums that a microbatch waits for: with one they are there already.
-
-    A Call waits as a whole for all that it reads, and hides what is the same for every microbatch. One in the
-    way is written out: of a callee with a loss and its trained weight, the gradient of that weight waits for
-    the loss, the rest of the backward pass does not.
-    """
-    function = numbered(local)
-    early = early_sums(function)
-    if not early:
-        return function
-    calls = _calls_at(function, early.values()) if microbatches > 1 else ()
-    if calls:
-        return _without_early_sums(inline(local, calls), microbatches)
-    dropped = {function.ops[number] for number in early}
-    if microbatches > 1:
-        mark, reader = next((function.ops[a], function.ops[b]) for a, b in early.items())
-        raise PlanError(
-            f"{reader!r} needs {mark.outputs[0].name!r} of the whole batch, so the batch cannot be divided "
-            f"into {microbatches} microbatches; use microbatches=1"
-        )
-
-    def change(op: Op, env: Environment) -> tuple[Op, ...]:
-        if op not in dropped:
-            return (rewire_op(op, env),)
-        (env[op.outputs[0]],) = substitute(op.inputs[:1], env)
-        return ()
-
-    return Numbered(rewrite(local, change))
-
-
-def _calls_at(function: Numbered, readers: Iterable[int]) -> set[Op]:
-    """Return those of the readers that are Calls, and the Calls that make what the others read."""
-    found: set[int] = set()
-    for op in readers:
-        called = function.ops[op].is_call
-        found.update([op] if called else [function.producer[value] for value in function.reads[op]])
-    return {function.ops[op] for op in found if op >= 0 and function.ops[op].is_call}
+    return Sized(without_early_sums(local.function, local.microbatches))

@@ -19,7 +19,7 @@ import numpy.typing as npt
 from distsim.cost.cost_model import DeviceCosts
 from distsim.errors import PlanError
 from distsim.ops import operator
-from distsim.transforms.op_graph import ChosenMap, Numbered, Numbers, StageMap
+from distsim.transforms.op_graph import ChosenMap, Numbered, Numbers, StageMap, is_gather
 
 
 def assign_stages(
@@ -79,9 +79,11 @@ def _followed(function: Numbered, own: Mapping[int, int], ops: Sequence[int], nu
             made[value] = stage[op]
     first: dict[int, int] = {}  # the first stage that reads each value
     for op in reversed(ops):
+        readers = [first[value] for value in function.makes[op] if value in first]
         if stage[op] < 0:  # goes where it is read; for the end of the step, where backward begins
-            readers = [first[value] for value in function.makes[op] if value in first]
             stage[op] = min(readers, default=num_stages - 1)
+        elif op not in own and readers and is_gather(function.ops[op]):  # its operand is less to send
+            stage[op] = min(readers)
         for value in function.reads[op]:
             first[value] = min(first.get(value, num_stages), stage[op])
     return stage
