@@ -106,15 +106,22 @@ def test_plans_are_compared_and_their_parts_sum_to_the_difference(capsys, tmp_pa
     steps = {step["name"]: step for step in record["steps"]}
     assert list(steps) == list(PLANS[1::2])
     for name, step in steps.items():
-        plain, _ = run(capsys, "simulate", *MODEL[1:], "--cluster", "dgx-a100", "--plan", name)
+        one = tmp_path / "one.json"
+        arguments = (*MODEL[1:], "--cluster", "dgx-a100", "--plan", name, "--json", one)
+        plain, _ = run(capsys, "simulate", *arguments)
         shown = re.search(r"step time +([\d.]+ \w+)", plain)[1]
         assert re.search(rf"^{re.escape(name)} +{shown} ", out, re.MULTILINE)
         assert f"{step['mfu']:.1%}" in plain
-        assert step["busy"] + step["exposed"] + step["bubble"] == pytest.approx(step["seconds"])
+        assert step["busy_s"] + step["exposed_s"] + step["bubble_s"] == pytest.approx(step["step_s"])
+        alone = json.loads(one.read_text())
+        own = {"name", "busy_s", "exposed_s", "bubble_s", "parts_s", "tokens_per_s_per_device"}
+        assert {key: alone[key] for key in step.keys() - own} == {key: step[key] for key in step.keys() - own}
+        notes = [said["note"] for said in record["notes"] if name in said["steps"]]
+        assert sorted(notes) == sorted(alone["notes"])
     for each in record["differences"]:
-        gap = steps[each["second"]]["seconds"] - steps[each["first"]]["seconds"]
-        assert each["seconds"] == gap
-        total = fsum(part["seconds"] for part in each["parts"])
+        gap = steps[each["second"]]["step_s"] - steps[each["first"]]["step_s"]
+        assert each["difference_s"] == gap
+        total = fsum(part["difference_s"] for part in each["parts"])
         assert total == gap if by != "device" else total == pytest.approx(gap, abs=1e-12)
 
 
@@ -149,7 +156,7 @@ def test_in_python_steps_are_compared_as_the_command_does(capsys):
         capsys, "compare", model, "--cluster", "dgx-a100", "--batch", 8, "--by", "kind", "--json", *plans
     )
     said = json.loads(out)
-    assert [step["seconds"] for step in said["steps"]] == [step.seconds for step in found.steps]
+    assert [step["step_s"] for step in said["steps"]] == [step.seconds for step in found.steps]
     for number, own in enumerate(said["differences"], 1):
         assert own["parts"] == found.to_dict()["differences"][number - 1]["parts"]
     assert "<pre>" in found._repr_html_() and "<gpt" not in found._repr_html_()

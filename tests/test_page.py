@@ -131,12 +131,12 @@ def test_the_figures_are_those_of_the_search(searched):
         gaps = sum(second - first for _, first, second in each["parts"])
         assert gaps == pytest.approx(each["seconds"], abs=1e-12)
     figures = step["figures"]
-    assert figures["seconds"] == best.step_period == found.best.seconds
-    assert figures["peak"] == max(use.peak for use in best.memory.values())
+    assert figures["step_s"] == best.step_period == found.best.seconds
+    assert figures["peak_bytes"] == max(use.peak for use in best.memory.values())
     for parts in step["breakdowns"].values():
         assert sum(parts.values()) == pytest.approx(best.step_time)
     assert step["memory"]["ranks"][0]["usable"] == DGX.devices[0].usable
-    assert sum(step["memory"]["ranks"][0]["peak"]) == figures["peak"]
+    assert sum(step["memory"]["ranks"][0]["peak"]) == figures["peak_bytes"]
 
 
 def test_the_timeline_and_the_path_cover_the_step():

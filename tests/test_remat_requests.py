@@ -144,6 +144,10 @@ def test_a_policy_for_blocks_is_refused_where_none_repeat() -> None:
         rematerialize(joint, "full")
     with pytest.raises(PlanError, match="use at most every:3; or min_cut"):
         rematerialize(case("mlp")[0], "every:4")
+    with pytest.raises(
+        PlanError, match="have no Conv or Tan, so nothing would be saved; name some of .*MatMul"
+    ):
+        rematerialize(case("mlp")[0], "ops:Conv+Tan/2")
     assert len(names(rematerialize(joint, "budget:0"))) < len(names(joint))
     with pytest.raises(PlanError, match="remat='most' is unknown"):
         laid_out(joint, mesh_of(1, 1, 1), schedule("1f1b", 1, 1), "most")

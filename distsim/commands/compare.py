@@ -77,8 +77,8 @@ def run(options: argparse.Namespace) -> int:
         for note, names in notes.items():
             say(f"note: {note}" if len(names) == len(pairs) else f"note on {'; '.join(names)}: {note}")
     if options.json:
-        record = {"model": options.model, "by": options.by, **found.to_dict()}
-        write_json(options.json, record)
+        said = [{"note": note, "steps": names} for note, names in notes.items()]
+        write_json(options.json, {"model": options.model, "by": options.by, **found.to_dict(), "notes": said})
     return 0 if any(step.fits for step in steps) else OUT_OF_MEMORY
 
 

@@ -132,7 +132,7 @@ class StepComparison:
                 {
                     "first": self.steps[0].name,
                     "second": self.steps[number].name,
-                    "seconds": self.steps[number].seconds - self.steps[0].seconds,
+                    "difference_s": self.steps[number].seconds - self.steps[0].seconds,
                     "parts": [_record(own) for own in self.differences(number)],
                 }
                 for number in others
@@ -190,4 +190,9 @@ def _share(seconds: float, step: StepFigures) -> str:
 
 
 def _record(own: PartDifference) -> dict[str, Any]:
-    return {"part": own.part, "first": own.first, "second": own.second, "seconds": own.seconds}
+    return {
+        "part": own.part,
+        "first_s": own.first,
+        "second_s": own.second,
+        "difference_s": own.seconds,
+    }

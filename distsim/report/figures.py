@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from distsim.simulation import Simulation
@@ -23,7 +23,7 @@ class StepFigures:
     known); ``rate``: tokens, or ``unit``, of a second and a device; ``mfu`` a share (0: of no products).
     ``peak``: bytes on the device that has the least left, of ``usable`` (infinite: no limit). ``busy``,
     ``exposed`` and ``bubble``: seconds of the mean device, which sum to a single step
-    (:class:`distsim.simulation.Shares`), as do ``parts``.
+    (:class:`distsim.simulation.Shares`), as do ``parts``. ``cluster`` and ``plan``: where they are known.
     """
 
     name: str
@@ -41,6 +41,8 @@ class StepFigures:
     exposed: float
     bubble: float
     parts: Mapping[str, float] = field(repr=False)
+    cluster: str = ""
+    plan: str = ""
 
     @staticmethod
     def of(
@@ -55,6 +57,7 @@ class StepFigures:
         seconds, interval = simulation.step_period, simulation.interval()
         devices = len(simulation.timestamps)
         fullest = fullest_device(simulation.peak_memory)
+        step = simulation.step
         groups = [(simulation.shares(own[0]), len(own) / devices) for own in simulation.classes.members]
         return StepFigures(
             name,
@@ -72,9 +75,28 @@ class StepFigures:
             sum(shares.exposed_communication * part for shares, part in groups),
             sum(shares.bubble * part for shares, part in groups),
             device_parts(simulation) if by == DEVICE else simulation.breakdown(by),
+            cluster=step.cluster if step else "",
+            plan=step.plan if step else "",
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Return them as what JSON has: None where there is no limit, or nothing is known."""
-        usable = None if self.usable == math.inf else self.usable
-        return asdict(self) | {"low": self.low or None, "high": self.high or None, "usable": usable}
+        """Return them as what JSON has, by the names that simulations and searches have: None where there is
+        no limit, or nothing is known."""
+        return {
+            "name": self.name,
+            "cluster": self.cluster or None,
+            "plan": self.plan or None,
+            "devices": self.devices,
+            "step_s": self.seconds,
+            "low_s": self.low or None,
+            "high_s": self.high or None,
+            f"{self.unit}_per_s_per_device": self.rate,
+            "mfu": self.mfu,
+            "fits": self.fits,
+            "peak_bytes": self.peak,
+            "usable_bytes": None if self.usable == math.inf else self.usable,
+            "busy_s": self.busy,
+            "exposed_s": self.exposed,
+            "bubble_s": self.bubble,
+            "parts_s": dict(self.parts),
+        }

@@ -40,8 +40,9 @@ _COLOURS = ("#4878a8", "#8c6bb1", "#b0b0b0", "#5a9e6f", "#c44e52", "#d9a441", "#
 def step_part(simulation: Simulation, figures: StepFigures) -> dict[str, Any]:
     """Return all that a page shows of a step."""
     found = simulation.explain()
+    shown = {"makespan_s": simulation.step_time, "rate": figures.rate, "unit": figures.unit}
     return {
-        "figures": figures.to_dict() | {"step_time": simulation.step_time, "name": simulation.name},
+        "figures": figures.to_dict() | shown | {"name": simulation.name},
         "breakdowns": {DEVICE: dict(device_parts(simulation)), **_breakdowns(simulation)},
         "path": _path(found),
         "stages": [

@@ -55,7 +55,8 @@ class Policy:
     the blocks of each stage so many have it. ``group``: so many consecutive blocks of a stage run again one
     after the other, and of all that they make only what comes out of the last is saved. ``parts`` are
     values that are not saved: all ops that make or read those of a part run again together, right before
-    the first op of backward that reads one. ``named``: what there must be, for any to run again.
+    the first op of backward that reads one. ``named``: what there must be, for any to run again. ``types``:
+    those of ops of which blocks must have some, for any to be saved.
     """
 
     text: str
@@ -65,6 +66,7 @@ class Policy:
     run: Run = Run.NEEDED
     parts: Parts | None = None
     named: str = ""
+    types: tuple[str, ...] = ()
     first: int | None = None
     group: int = 0
 
@@ -138,8 +140,9 @@ def policy_named(text: str) -> Policy:
         share = partial(_within_budget, share=figure)
         return Policy(text, share, share)
     if name == "ops":
-        check_op_types(f"remat={text}", [name for name, _ in ops], "give types as in ops:MatMul+Attention")
-        return Policy(text, partial(only_ops, types=ops), run=Run.EARLY)
+        types = tuple([name for name, _ in ops])
+        check_op_types(f"remat={text}", types, "give types as in ops:MatMul+Attention")
+        return Policy(text, partial(only_ops, types=ops), run=Run.EARLY, types=types)
     if name == "parts":
         rule = partial(outside_parts, names=parts)
         return Policy(text, rule, rule, named=" or ".join(each.replace("_", " ") for each in parts))

@@ -8,7 +8,7 @@ from functools import partial
 
 from distsim.cost.cost_model import CostModel, DeviceCosts
 from distsim.errors import PlanError
-from distsim.ir import Device, Function, Op, Topology, Value, trim
+from distsim.ir import Device, Function, Op, Topology, Value, all_ops, trim
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
 from distsim.ops.conversion import ONCE
@@ -125,6 +125,12 @@ class _Rematerializer:
             raise PlanError(
                 f"remat={policy}: {where}, so nothing would be recomputed; use {fewer}min_cut or budget:X, "
                 "which take single ops as well, or none"
+            )
+        own = {op.op_type for pair in pairs for op in all_ops(pair.forward.callee)}
+        if policy.types and own.isdisjoint(policy.types):
+            raise PlanError(
+                f"remat={policy}: the blocks of {function.name} have no {' or '.join(policy.types)}, so "
+                f"nothing would be saved; name some of {', '.join(sorted(own))}, or use full"
             )
 
     def grouped(self, joint: Joint, pairs: Sequence[Pair], stages: Sequence[int]) -> Function:

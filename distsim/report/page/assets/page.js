@@ -8,25 +8,25 @@ function aboutPart(item) {
 function summarySection({ figures }) {
   const tile = (name, text, more, kind = "") => make("div", { class: "tile" },
     make("span", {}, name), make("b", { class: kind }, text), make("span", {}, more));
-  const part = size => share(size / figures.step_time);
-  const usable = figures.usable === null ? "no limit known" : `of ${bytes(figures.usable)} usable`;
-  const interval = figures.low === null ? "no interval is known" : `90 %: ${figure3(figures.low)} to ${figure3(figures.high)} s`;
+  const part = size => share(size / figures.makespan_s);
+  const usable = figures.usable_bytes === null ? "no limit known" : `of ${bytes(figures.usable_bytes)} usable`;
+  const interval = figures.low_s === null ? "no interval is known" : `90 %: ${figure3(figures.low_s)} to ${figure3(figures.high_s)} s`;
   return section("summary", "The step", make("div", { class: "tiles" },
-    tile("step", seconds(figures.seconds), interval),
+    tile("step", seconds(figures.step_s), interval),
     tile(`${figures.unit}/s/device`, figure(figures.rate), `${figures.devices} devices`),
     figures.mfu ? tile("MFU", share(figures.mfu), "of the peak, the model's own FLOPs") : null,
-    tile("memory", bytes(figures.peak), usable),
+    tile("memory", bytes(figures.peak_bytes), usable),
     tile("fits", figures.fits ? "yes" : "no", "in the memory of each device", figures.fits ? "good" : "bad"),
-    tile("computing", part(figures.busy), `${seconds(figures.busy)} of the mean device`),
-    tile("exposed communication", part(figures.exposed), `${seconds(figures.exposed)} in which nothing computes`),
-    tile("bubble", part(figures.bubble), `${seconds(figures.bubble)} idle`)));
+    tile("computing", part(figures.busy_s), `${seconds(figures.busy_s)} of the mean device`),
+    tile("exposed communication", part(figures.exposed_s), `${seconds(figures.exposed_s)} in which nothing computes`),
+    tile("bubble", part(figures.bubble_s), `${seconds(figures.bubble_s)} idle`)));
 }
 
 const WAYS = { device: "the mean device", kind: "the critical path, by kind of work", operator: "the critical path, by operator",
   module: "the critical path, by module of the model", axis: "the critical path, by mesh axis", phase: "the critical path, by phase" };
 
 function boundSection(step) {
-  const { figures: { step_time: whole }, path, stages } = step;
+  const { figures: { makespan_s: whole }, path, stages } = step;
   const place = make("div");
   const show = by => {
     const rows = Object.entries(step.breakdowns[by]).sort((a, b) => b[1] - a[1])
@@ -47,7 +47,7 @@ function boundSection(step) {
 }
 
 function whatIfSection(step) {
-  const rows = step.what_ifs.map(([change, time, gain]) => [change, gain, seconds(time), seconds(gain), share(gain / step.figures.step_time)]);
+  const rows = step.what_ifs.map(([change, time, gain]) => [change, gain, seconds(time), seconds(gain), share(gain / step.figures.makespan_s)]);
   return section("what-ifs", "What if",
     soft("Each was simulated with that one thing changed. Gains do not add up."),
     rows.length ? barTable(["change", "step", "gain", "share"], rows, 20) : soft("Nothing takes time."));
