@@ -26,7 +26,7 @@ from distsim.transforms import (
 from distsim.transforms.kernels.attention import set_attention
 
 WHOLE = ("full", "full_early", "every:2", "every_early:2")
-LISTED = ("ops:MatMul+Softmax", "ops:Attention+Add")
+LISTED = ("ops:MatMul+Softmax", "ops:Attention+Relu+Add")
 POLICIES = ("none", "matmuls", *WHOLE, *LISTED, "min_cut", "budget:0", "budget:0.5", "budget:1")
 DROPOUT = DropoutRates(0.1, 0.1, 0.1)
 
