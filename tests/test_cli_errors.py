@@ -43,7 +43,7 @@ BAD = {
         "more than an hour",
     ),
     "floats of a GPU that has none": (
-        (WIDE, "--cluster", "dgx-a100", "--precision", "fp8"),
+        ("gpt:layers=2,hidden=64,heads=4,seq=64,vocab=64", "--cluster", "dgx-a100", "--precision", "fp8"),
         "has no rate for float8e4m3fn",
         "choose --precision mixed",
     ),

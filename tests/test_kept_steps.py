@@ -73,6 +73,7 @@ def test_a_file_is_read_again(tmp_path):
     assert layers == [1, 3]
 
 
+@pytest.mark.usefixtures("collect")
 def test_steps_are_forgotten_when_what_is_kept_takes_too_much(monkeypatch):
     first = step()
     monkeypatch.setattr(training_step, "_LIMIT", MemoryLimit(blocks=-1))

@@ -1,6 +1,5 @@
 """What XLA launches: sums of rows end a kernel, operands of 8 bits are turned, scans copy what they save."""
 
-import gc
 from functools import cache
 from weakref import ref
 
@@ -164,12 +163,12 @@ def test_what_nothing_repeats_is_no_scan():
     assert "CopyIn" not in {op.op_type for op in all_ops(program.to_function())}
 
 
-def test_layers_without_copies_are_forgotten_with_their_function():
+def test_layers_without_copies_are_forgotten_with_their_function(collect):
     joint = differentiate(small_llama(), SGD())
     program = parallelize(joint, Plan.parse("dp=1,remat=full"), topology_of(1), kernels=KERNELS["xla"])
     layer = ref(next(op.callee for op in program.parts.blocks[0][0].function.ops if op.is_call))
     del joint, program
-    gc.collect()
+    collect()
     assert layer() is None
 
 
