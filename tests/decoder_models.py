@@ -52,6 +52,16 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"model_type": "gemma2", **_LLAMA, "sliding_window": 3, "query_pre_attn_scalar": 9, "head_dim": 4},
         **{"attn_logit_softcapping": 2.0, "final_logit_softcapping": 1.5},
     },
+    "gemma3_text": {
+        **{"model_type": "gemma3_text", **_LLAMA, "sliding_window": 3, "query_pre_attn_scalar": 9},
+        **{"head_dim": 4, "sliding_window_pattern": 2, "rope_theta": 50.0, "rope_local_base_freq": 7.0},
+    },
+    "olmo2": {"model_type": "olmo2", **_LLAMA, "rms_norm_eps": 1e-6},
+    "qwen2_moe": {
+        **{"model_type": "qwen2_moe", **_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
+        **{"moe_intermediate_size": 6, "shared_expert_intermediate_size": 12, "use_sliding_window": True},
+        **{"sliding_window": 2, "max_window_layers": 1},
+    },
     "gpt2": {
         "model_type": "gpt2",
         "n_embd": 16,
@@ -165,10 +175,12 @@ class Reference:
     def linear(self, x: np.ndarray, w: Weights, name: str) -> np.ndarray:
         return x @ w[f"{self.named(name)}.w"] + w.get(f"{self.named(name)}.b", 0.0)
 
-    def rotated(self, head: np.ndarray) -> np.ndarray:
+    def rotated(self, head: np.ndarray, layer: int = 0) -> np.ndarray:
         if self.gpt:
             return head
         theta = self.config.get("rotary_emb_base", 10_000.0)
+        if self.family == "gemma3_text":
+            theta = self.config["rope_theta" if layer % 2 else "rope_local_base_freq"]
         rope = self.config.get("rope_parameters", {})
         theta = rope.get("rope_theta", theta)
         share = self.config.get("rotary_pct", self.config.get("partial_rotary_factor", 1.0))
@@ -184,8 +196,10 @@ class Reference:
         whole = SEQ
         if self.family in ("mistral", "phi3", "starcoder2"):
             return config["sliding_window"]
-        if self.family == "gemma2":
+        if self.family in ("gemma2", "gemma3_text"):
             return whole if layer % 2 else config["sliding_window"]
+        if self.family == "qwen2_moe":
+            return whole if layer else config["sliding_window"]
         if self.family == "qwen2":
             return config["sliding_window"] if layer >= config["max_window_layers"] else whole
         return whole
@@ -207,15 +221,18 @@ class Reference:
         if self.family == "falcon":
             groups = self.config.get("num_kv_heads", 1)
         parts = {"q": self.heads, "k": groups, "v": groups}
-        query, key, value = (np.split(self.linear(x, w, n), c, axis=1) for n, c in parts.items())
-        if self.family.startswith("qwen3"):
+        made = {name: self.linear(x, w, name) for name in parts}
+        if self.family == "olmo2":
+            made |= {name: self.norm(made[name], w, f"{name}_norm") for name in ("q", "k")}
+        query, key, value = (np.split(made[name], count, axis=1) for name, count in parts.items())
+        if self.family.startswith("qwen3") or self.family == "gemma3_text":
             query = [self.norm(each, w, "q_norm") for each in query]
             key = [self.norm(each, w, "k_norm") for each in key]
         return np.concatenate(
             [
                 self.head(
-                    self.rotated(each),
-                    self.rotated(key[h * groups // self.heads]),
+                    self.rotated(each, layer),
+                    self.rotated(key[h * groups // self.heads], layer),
                     value[h * groups // self.heads],
                     self.window(layer),
                 )
@@ -269,6 +286,8 @@ class Reference:
                 gate = row[expert] / (row[chosen].sum() if normalized else 1.0) * scale
                 own = {f"{n}.w": w[f"experts.{n}.w"][expert] for n in ("gate", "up", "down")}
                 out[token] += gate * self.feed(x[token], own)
+        if self.family == "qwen2_moe":
+            return out + self.feed(x, w, "shared.") / (1 + np.exp(-x @ w["shared.score.w"]))
         return out + self.feed(x, w, "shared.") if config.get("n_shared_experts") else out
 
     def loss(self, tokens: np.ndarray, labels: np.ndarray) -> float:
@@ -279,14 +298,17 @@ class Reference:
         for layer in range(self.layers):
             start = f"h{layer}."
             w = {n.removeprefix(start): a for n, a in self.all.items() if n.startswith(start)}
-            normed = self.norm(x, w, "norm1")
+            after = self.family in ("gemma2", "gemma3_text", "olmo2")
+            normed = x if self.family == "olmo2" else self.norm(x, w, "norm1")
             mixed = self.latent(normed, w) if "kv_a.w" in w else self.grouped(normed, w, layer)
             mixed = self.linear(mixed, w, "o")
-            before, x = x, x + (self.norm(mixed, w, "norm1_out") if self.family == "gemma2" else mixed)
+            before, x = x, x + (self.norm(mixed, w, "norm1_out") if after else mixed)
             if f"{self.named('norm2')}.scale" in w:
                 normed = self.norm(before if self.parallel else x, w, "norm2")
+            elif self.family == "olmo2":
+                normed = x
             made = self.experts(normed, w) if "router.w" in w else self.feed(normed, w)
-            x = x + (self.norm(made, w, "norm2_out") if self.family == "gemma2" else made)
+            x = x + (self.norm(made, w, "norm2_out") if after else made)
         x = self.norm(x, self.all, "norm")
         logits = x @ self.all.get("head", table.T)
         cap = self.config.get("final_logit_softcapping")

@@ -143,7 +143,7 @@ def test_weights_lie_as_megatron_has_them_however_few_heads_of_keys_there_are(te
 
 def test_a_norm_behind_a_product_is_divided():
     """Gemma 2 has four norms a layer, two of them behind a product: none runs on the whole sequence."""
-    sizes = replace(LLAMA, attention=GroupedHeads(A), norm=replace(LLAMA.norm, sandwich=True))
+    sizes = replace(LLAMA, attention=GroupedHeads(A), norm=replace(LLAMA.norm, place="around"))
     found = of_a_layer(sizes, Plan(tp=2, sp="on"))
     assert {(kind, nbytes): n for (kind, nbytes), n in found.items() if nbytes == 2 * SBH} == {
         ("all_gather", 2 * SBH): 6,

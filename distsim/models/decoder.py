@@ -6,6 +6,7 @@ How many parameters a decoder has: all of them, those that a token meets, those 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,12 +33,14 @@ MASKED = -1e4
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """What tells one layer from another: its window (0: none) and the slots of its experts (None: dense).
+    """What tells one layer from another: its window (0: none), the base of its rotations and the slots of its
+    experts (None: dense).
 
     ``load``: what its experts are asked for, which is not in the ops.
     """
 
     window: int
+    theta: float
     slots: tuple[int, ...] | None
     load: Routing | None = field(compare=False)
 
@@ -73,13 +76,13 @@ def decoder(
     if sizes.experts is not None and (drawn := [kind.load for kind in kinds if kind.load is not None]):
         top.maker.notes = (describe_loads(drawn, sizes.experts.groups),)
     made = {kind: _layer(sizes, top.like, kind, attention == "math") for kind in dict.fromkeys(kinds)}
-    rotations = _rotations(top, sizes.rotary, sizes.positions.theta) if sizes.rotary else {}
+    rotations = _rotations(top, sizes.rotary, [kind.theta for kind in kinds]) if sizes.rotary else {}
     windows = dict.fromkeys(kind.window for kind in kinds) if attention == "math" else ()
     masks = {window: {"causal": _mask(top, window)} for window in windows}
     losses: list[Value] = []
     for index, kind in enumerate(kinds):
         layer = made[kind]
-        tables = rotations | masks.get(kind.window, {})
+        tables = rotations.get(kind.theta, {}) | masks.get(kind.window, {})
         own = [top.parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
         inputs = [x, *tables.values(), *own]
         names = [f"x{index}", f"aux_loss{index}"][: len(layer.outputs)]
@@ -125,9 +128,11 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_LayerKind]:
         )
         found = dict(zip(with_experts, drawn, strict=True))
     windows = [sizes.attention.window_of(index) for index in range(sizes.layers)]
+    bases = [sizes.positions.base(bool(window)) for window in windows]
     slots = {index: load.slots for index, load in found.items()}
     return [
-        _LayerKind(w if w < seq else 0, slots.get(index), found.get(index)) for index, w in enumerate(windows)
+        _LayerKind(window if window < seq else 0, base, slots.get(index), found.get(index))
+        for index, (window, base) in enumerate(zip(windows, bases, strict=True))
     ]
 
 
@@ -137,14 +142,14 @@ def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) 
     names = sizes.names
     name = names.dense_layer if kind.load is None else names.expert_layer
     layer = LayerMaker(name, x_type, sizes.rotary, masked)
-    normed = layer.norm(layer.x, names.norm1, sizes.hidden, sizes.norm)
+    normed = _before(layer, sizes, layer.x, names.norm1)
     with layer.within("attention"):
         attended = _attention(layer, sizes, normed, kind.window)
     x, first, aux = layer.x, _branch(layer, sizes, attended, 1), None
     if sizes.branches == "sequential":
         x = _added(layer, x, first, "x1")
     if sizes.branches != "parallel_one_norm":
-        normed = layer.norm(x, names.norm2, sizes.hidden, sizes.norm)
+        normed = _before(layer, sizes, x, names.norm2)
     if kind.load is None or sizes.experts is None:
         with layer.within("mlp"):
             made = feed_forward(layer, normed, sizes.feed_forward, (names.gate, names.up, names.down))
@@ -167,9 +172,14 @@ def _attention(layer: LayerMaker, sizes: DecoderSizes, source: Value, window: in
     return latent_attention(layer, source, heads, AttentionOptions(True, dropout=rate), sizes.norm, out)
 
 
+def _before(layer: LayerMaker, sizes: DecoderSizes, x: Value, name: str) -> Value:
+    """Return what a branch reads: normalized, unless its norm is behind it."""
+    return x if sizes.norm.place == "after" else layer.norm(x, name, sizes.hidden, sizes.norm)
+
+
 def _branch(layer: LayerMaker, sizes: DecoderSizes, branch: Value, index: int) -> Value:
     """Return what of a branch is added: with its norm and dropout, if it has them."""
-    if sizes.norm.sandwich:
+    if sizes.norm.place != "before":
         branch = layer.norm(branch, f"norm{index}_out", sizes.hidden, sizes.norm)
     with layer.within("residual"):
         return layer.dropped(branch, sizes.dropout.residual, f"kept{index}")
@@ -188,26 +198,31 @@ def _on(top: PartMaker) -> dict[str, Any]:
     return {} if top.like.device is None else {"device": top.like.device}
 
 
-def _rotations(top: PartMaker, size: int, theta: float) -> dict[str, Value]:
-    """Return cosine and sine [seq, size] of the angles: position times theta^(-2i / size), for both halves.
+def _rotations(top: PartMaker, size: int, bases: Sequence[float]) -> dict[float, dict[str, Value]]:
+    """Return, by the base, cosine and sine [seq, size] of the angles: position times base^(-2i / size), for
+    both halves.
 
     Worked out in float32 at least: bfloat16 does not tell positions beyond 256 apart.
     """
     dtype, seq = top.like.dtype, top.like.shape[1]
     wide = dtype.np if dtype.np.itemsize >= 4 else np.dtype(np.float32)
-    frequencies = theta ** (-2.0 * np.arange(size // 2) / size)
     positions = Literal(np.arange(seq, dtype=wide).reshape(seq, 1))
     places = top("Constant", name="positions", value=positions, **_on(top))
-    rates = Literal(np.concatenate([frequencies, frequencies]).astype(wide))
-    angles = top("Mul", places, name="angles", B=rates)
 
-    def table(op_type: str, name: str) -> Value:
-        if wide == dtype.np:
-            return top(op_type, angles, name=name)
-        number = type_number(dtype)
-        return top("Cast", top(op_type, angles), name=name, to=number)
+    def tables(base: float, prefix: str) -> dict[str, Value]:
+        frequencies = base ** (-2.0 * np.arange(size // 2) / size)
+        rates = Literal(np.concatenate([frequencies, frequencies]).astype(wide))
+        angles = top("Mul", places, name=f"{prefix}angles", B=rates)
 
-    return {"cos": table("Cos", "cos"), "sin": table("Sin", "sin")}
+        def table(op_type: str, name: str) -> Value:
+            if wide == dtype.np:
+                return top(op_type, angles, name=name)
+            return top("Cast", top(op_type, angles), name=name, to=type_number(dtype))
+
+        return {"cos": table("Cos", f"{prefix}cos"), "sin": table("Sin", f"{prefix}sin")}
+
+    found = dict.fromkeys(bases)
+    return {base: tables(base, f"base{base:g}." if len(found) > 1 else "") for base in found}
 
 
 def _mask(top: PartMaker, window: int) -> Value:

@@ -54,19 +54,26 @@ class Positions:
     """Where positions come from: a table of ``context`` rows that is learned, or rotations of base ``theta``.
 
     ``context``: the longest sequence that the model was made for; beyond it there is no learned position.
-    ``skipped``: rows of the table ahead of those, which no token reads (OPT has two).
+    ``skipped``: rows of the table ahead of those, which no token reads (OPT has two). ``local_theta``: the
+    base in layers with a window, None being the same (Gemma 3 has another).
     """
 
     context: int = 8192
     learned: bool = False
     theta: float = 10_000.0
     skipped: int = 0
+    local_theta: float | None = None
 
     def __post_init__(self) -> None:
         check_sizes(context=self.context)
         check_counts(skipped=self.skipped)
-        if not (math.isfinite(self.theta) and self.theta > 0):
-            raise PlanError(f"theta={self.theta!r} must be a positive number")
+        for name, base in (("theta", self.theta), ("local_theta", self.base(True))):
+            if not (math.isfinite(base) and base > 0):
+                raise PlanError(f"{name}={base!r} must be a positive number")
+
+    def base(self, windowed: bool) -> float:
+        """Return the base of the rotations of layers with a window, or of the others."""
+        return self.local_theta if windowed and self.local_theta is not None else self.theta
 
 
 @dataclass(frozen=True)

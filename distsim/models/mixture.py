@@ -45,7 +45,8 @@ MAX_ROWS = 2**24
 
 @dataclass(frozen=True)
 class Mixture:
-    """The sizes of a mixture: ``shared`` experts see every token, as one feed-forward ``shared * ffn`` wide.
+    """The sizes of a mixture: ``shared`` experts see every token, as one feed-forward ``shared * ffn`` wide;
+    with a ``shared_gate`` times the sigmoid of a score of the token (Qwen2-MoE).
 
     ``score``: softmax (Mixtral, DeepSeek-V2) or sigmoid (DeepSeek-V3). The gates are the scores of the chosen
     experts, divided by their sum if there are several and they are ``normalized``, multiplied by ``scale``.
@@ -78,6 +79,7 @@ class Mixture:
     n_group: int = 1
     topk_group: int = 1
     weighted: str = WEIGHTED[0]
+    shared_gate: bool = False
 
     def __post_init__(self) -> None:
         check_sizes(experts=self.experts, top_k=self.top_k, ffn=self.ffn, groups=self.groups)
@@ -93,6 +95,8 @@ class Mixture:
         if self.top_k > self.experts:
             raise PlanError(f"top_k={self.top_k} of only {self.experts} experts")
         check_counts(shared=self.shared)
+        if self.shared_gate and not self.shared:
+            raise PlanError("shared_gate is of shared experts, of which there are none; give shared=1")
         if self.score not in SCORES:
             raise PlanError(f"score={self.score!r} is not one of {choices_for(self.score, SCORES)}")
         if self.dispatcher not in DISPATCHERS:
@@ -147,8 +151,9 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Mi
     """Add a mixture that reads ``x`` [batch, seq, hidden] and return what it makes of it, and its loss.
 
     Parameters: ``router.w`` [hidden, experts], ``experts.gate.w`` and ``experts.up.w`` [experts, hidden,
-    ffn], ``experts.down.w`` [experts, ffn, hidden], and those of the shared feed-forward. ``routing`` is of a
-    group of tokens. Raises :class:`PlanError` when it is not for these experts or so many tokens.
+    ffn], ``experts.down.w`` [experts, ffn, hidden], and those of the shared feed-forward and its gate.
+    ``routing`` is of a group of tokens. Raises :class:`PlanError` when it is not for these experts or so
+    many tokens.
     """
     tokens = sizes.tokens(layer.seq)
     if len(routing.slots) != sizes.experts or max(routing.slots) > tokens or not routing.rows:
@@ -171,6 +176,9 @@ def mixture(layer: LayerMaker, x: Value, sizes: Mixture, routing: Routing) -> Mi
     if sizes.shared:  # before the experts: while rows are on their way, unless kernels wait for them
         wide = FeedForward(sizes.shared * sizes.ffn, sizes.activation)
         shared = feed_forward(layer, x, wide, prefix="shared.")
+        if sizes.shared_gate:
+            score = layer("Sigmoid", layer.linear(x, "shared.score", layer.hidden, 1))
+            shared = layer("Mul", shared, score, name="shared.gated_tokens")
     within = sizes.weighted == "experts"
     rows = _experts(layer, rows, sizes, routing, gates if within else None)
     rows = rows if within else layer("Mul", rows, gates, name="weighted")

@@ -173,7 +173,9 @@ def _llama(row: Row, arch: str, numbers: _Numbers) -> DecoderSizes:
         numbers.layers,
         numbers.hidden,
         numbers.vocab,
-        GroupedHeads(numbers.heads, numbers.kv_heads, bias="qwen2" in arch, norm="qwen3" in arch),
+        GroupedHeads(
+            numbers.heads, numbers.kv_heads, bias="qwen2" in arch, norm="head" if "qwen3" in arch else ""
+        ),
         FeedForward(numbers.ffn),
         experts=experts,
         tied=plain(row, "tied_emb") == "yes",

@@ -161,7 +161,7 @@ def _attention(
         None if width is None or width * heads == hidden else width,
         bias=bias or qkv_bias,
         out_bias=bias,
-        norm=own_norm,
+        norm="head" if own_norm else "",
         window=window,
         windowed=windowed,
         rotary_dims=_rotary_dims(fields, width or hidden // heads),

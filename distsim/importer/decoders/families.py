@@ -11,6 +11,7 @@ from distsim.importer.decoders.family_fields import (
     ACTIVATIONS,
     MAX_CONFIG_LAYERS,
     grouped_heads,
+    rotary_base,
     rotary_dims,
     rotary_positions,
     whole_rotary,
@@ -105,13 +106,32 @@ def _qwen_windows(fields: ConfigFields) -> dict[str, object]:
 
 def _qwen3_heads(fields: ConfigFields) -> DecoderSizes:
     bias = fields.flag("attention_bias")
-    return _with_heads(_rotary(fields), bias=bias, out_bias=bias, norm=True)
+    return _with_heads(_rotary(fields), bias=bias, out_bias=bias, norm="head")
+
+
+def _qwen2_moe(fields: ConfigFields) -> DecoderSizes:
+    """Qwen2 with experts, of which one is shared, as wide as several, and gated; windows, if they are used,
+    in every other layer of those before ``max_window_layers``."""
+    sizes = _with_heads(_rotary(fields), bias=fields.flag("qkv_bias"))
+    if fields.flag("use_sliding_window"):
+        last = fields.count("max_window_layers", least=0)
+        default = tuple(index % 2 == 0 and index < last for index in range(sizes.layers))
+        sizes = _with_heads(sizes, window=window_of(fields), windowed=_windowed(fields, default))
+    made = _with_qwen_experts(fields, sizes)
+    width, name = fields.count("moe_intermediate_size"), "shared_expert_intermediate_size"
+    shared = fields.count(name)
+    if made.experts is None or shared % width:
+        raise fields.refusal(name, f"a multiple of moe_intermediate_size={width}")
+    return replace(made, experts=replace(made.experts, shared=shared // width, shared_gate=True))
 
 
 def _qwen3_moe(fields: ConfigFields) -> DecoderSizes:
     """Qwen3 with experts; windows, if they are used, are in all layers."""
     window = window_of(fields) if fields.flag("use_sliding_window") else 0
-    sizes = _with_heads(_qwen3_heads(fields), window=window)
+    return _with_qwen_experts(fields, _with_heads(_qwen3_heads(fields), window=window))
+
+
+def _with_qwen_experts(fields: ConfigFields, sizes: DecoderSizes) -> DecoderSizes:
     dense = fields.items("mlp_only_layers", sizes.layers)
     if any(type(each) is not int or not 0 <= each < sizes.layers for each in dense):
         raise fields.refusal("mlp_only_layers", f"a list of layers from 0 to {sizes.layers - 1}")
@@ -131,10 +151,10 @@ def _gemma(fields: ConfigFields) -> DecoderSizes:
     return _with_offsets(fields, fields.choice("hidden_act", {**ACTIVATIONS, "gelu": "gelu_tanh"}))
 
 
-def _with_offsets(fields: ConfigFields, activation: str) -> DecoderSizes:
-    """What both generations of Gemma share: norms that add 1, scaled embeddings."""
+def _with_offsets(fields: ConfigFields, activation: str, positions: Positions | None = None) -> DecoderSizes:
+    """What all generations of Gemma share: norms that add 1, scaled embeddings."""
     bias = fields.flag("attention_bias")
-    sizes = _with_heads(_rotary(fields), bias=bias, out_bias=bias)
+    sizes = _with_heads(_rotary(fields, positions), bias=bias, out_bias=bias)
     return replace(
         sizes,
         feed_forward=replace(sizes.feed_forward, activation=activation),
@@ -145,18 +165,48 @@ def _with_offsets(fields: ConfigFields, activation: str) -> DecoderSizes:
 
 def _gemma2(fields: ConfigFields) -> DecoderSizes:
     """Gemma with a second norm behind each branch, caps, and a window in every other layer from the first."""
-    sizes = _with_offsets(fields, fields.choice("hidden_activation", ACTIVATIONS))
+    return _with_caps(fields, (True, False), whole_rotary(fields))
+
+
+def _with_caps(fields: ConfigFields, windowed: tuple[bool, ...], positions: Positions) -> DecoderSizes:
+    sizes = _with_offsets(fields, fields.choice("hidden_activation", ACTIVATIONS), positions)
     return replace(
         _with_heads(
             sizes,
             scale=fields.number("query_pre_attn_scalar") ** -0.5,
             softcap=fields.cap("attn_logit_softcapping"),
             window=window_of(fields),
-            windowed=_windowed(fields, (True, False)),
+            windowed=_windowed(fields, windowed),
         ),
-        norm=replace(sizes.norm, sandwich=True),
+        norm=replace(sizes.norm, place="around"),
         softcap=fields.cap("final_logit_softcapping"),
     )
+
+
+def _gemma3(fields: ConfigFields) -> DecoderSizes:
+    """Gemma 2 with norms of queries and keys, windows but in each so-many-th layer, and another base of
+    rotations where they are; by default without caps."""
+    fields.refuse_unless("use_bidirectional_attention", False)
+    every, rope = fields.count("sliding_window_pattern"), fields.part("rope_parameters")
+    tables = (rope.part("full_attention"), rope.part("sliding_attention"))
+    whole, local = (each.table.get("rope_theta") for each in tables)
+    positions = Positions(
+        fields.count("max_position_embeddings"),
+        theta=rotary_base(fields, "rope_theta") if whole is None else tables[0].number("rope_theta"),
+        local_theta=fields.number("rope_local_base_freq")
+        if local is None
+        else tables[1].number("rope_theta"),
+    )
+    layers = fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS)
+    windowed = tuple((index + 1) % every > 0 for index in range(layers))
+    return _with_heads(_with_caps(fields, windowed, positions), norm="head")
+
+
+def _olmo2(fields: ConfigFields) -> DecoderSizes:
+    """Llama whose norms are behind attention and feed-forward, with a norm of all queries and one of keys."""
+    bias = fields.flag("attention_bias")
+    sizes = _with_heads(_rotary(fields), bias=bias, out_bias=bias, norm="all")
+    return replace(sizes, norm=replace(sizes.norm, place="after"))
 
 
 def _deepseek(fields: ConfigFields) -> DecoderSizes:
@@ -210,9 +260,12 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "mixtral": _mixtral,
     "qwen2": lambda fields: _with_heads(_rotary(fields), bias=True, **_qwen_windows(fields)),
     "qwen3": lambda fields: _with_heads(_qwen3_heads(fields), **_qwen_windows(fields)),
+    "qwen2_moe": _qwen2_moe,
     "qwen3_moe": _qwen3_moe,
     "gemma": _gemma,
     "gemma2": _gemma2,
+    "gemma3_text": _gemma3,
+    "olmo2": _olmo2,
     "phi3": _phi3,
     "gpt2": gpt2,
     "opt": opt,

@@ -17,29 +17,19 @@ class _Near(NamedTuple):
 _SIZES = {"layers": "num_hidden_layers", "hidden": "hidden_size", "heads": "num_attention_heads"}
 _FFN = {"ffn": "intermediate_size", "vocab": "vocab_size"}
 _KEYS = {"kv_heads": "num_key_value_heads"}
-_GEMMA = _Near(
-    "gemma2-9b",
-    {**_SIZES, **_KEYS, "head_dim": "head_dim", **_FFN, "window": "sliding_window"},
-    "whose windows are in every other layer, where five of six have one, without norms of queries and keys",
-)
 _NEAR: Mapping[str, _Near] = {
     "bloom": _Near(
         "gpt",
         {"layers": "n_layer", "hidden": "hidden_size", "heads": "n_head", "vocab": "vocab_size"},
         "with learned positions in place of ALiBi",
     ),
-    "gemma3": _GEMMA,
-    "gemma3_text": _GEMMA,
+    "gemma3": _Near(
+        "gemma3-4b",
+        {**_SIZES, **_KEYS, "head_dim": "head_dim", **_FFN, "window": "sliding_window"},
+        "or its text_config alone: without images",
+    ),
     "mllama": _Near(
         "llama", {**_SIZES, **_KEYS, **_FFN}, "text alone: without images and what attends to them"
-    ),
-    "qwen2_moe": _Near(
-        "moe",
-        {
-            **{**_SIZES, **_KEYS, "ffn": "moe_intermediate_size", "experts": "num_experts"},
-            **{"top_k": "num_experts_per_tok", "vocab": "vocab_size"},
-        },
-        "without biases; its shared expert is shared=N of the width of the others",
     ),
 }
 

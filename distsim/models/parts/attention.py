@@ -21,7 +21,8 @@ class GroupedHeads:
     """``heads`` query heads in ``kv_heads`` groups that share a key and a value head (Ainslie et al. 2023).
 
     ``kv_heads`` None: as many as heads; ``head_dim`` None: hidden / heads. ``bias``: of queries, keys and
-    values, ``out_bias``: of the output. ``norm``: RMSNorm of each query and key head. ``scale`` None: 1 /
+    values, ``out_bias``: of the output. ``norm``: RMSNorm of queries and keys, of each ``head`` or of
+    ``all`` of them together (OLMo 2), or none. ``scale`` None: 1 /
     sqrt(head_dim). ``softcap`` c: scores are c tanh(scores / c), 0 being none. ``window``: how many tokens a
     query sees to its left, itself included, 0 being all, in the layers where ``windowed``, repeated over the
     layers, says so. ``rotary_dims``: how many of the first dimensions of a head carry rotary positions, where
@@ -33,7 +34,7 @@ class GroupedHeads:
     head_dim: int | None = None
     bias: bool = False
     out_bias: bool = False
-    norm: bool = False
+    norm: str = ""
     scale: float | None = None
     softcap: float = 0.0
     window: int = 0
@@ -51,6 +52,8 @@ class GroupedHeads:
             raise PlanError(
                 f"kv_heads={self.groups} does not divide heads={self.heads}: give kv_heads={usable}"
             )
+        if self.norm not in ("", "head", "all"):
+            raise PlanError(f"queries and keys have a norm of each head, of all or none, not {self.norm!r}")
         if not self.windowed:
             raise PlanError("windowed=() says of no layer whether it has a window; leave it as (True,)")
 
@@ -134,12 +137,15 @@ def grouped_attention(
     hidden, size, heads, groups = layer.hidden, sizes.size(layer.hidden), sizes.heads, sizes.groups
     widths = {"q": heads * size, "k": groups * size, "v": groups * size}
     query, key, value = (layer.linear(source, n, hidden, w, sizes.bias, "qkv") for n, w in widths.items())
+    inner = Norm(epsilon=norm.epsilon, offset=norm.offset)
+    if sizes.norm == "all":
+        query = layer.norm(query, "q_norm", widths["q"], inner)
+        key = layer.norm(key, "k_norm", widths["k"], inner)
     query = _by_head(layer, query, heads, size)
     key, value = (_by_head(layer, each, groups, size) for each in (key, value))
-    if sizes.norm:
-        per_head = Norm(epsilon=norm.epsilon, offset=norm.offset)
-        query = layer.norm(query, "q_norm", size, per_head)
-        key = layer.norm(key, "k_norm", size, per_head)
+    if sizes.norm == "head":
+        query = layer.norm(query, "q_norm", size, inner)
+        key = layer.norm(key, "k_norm", size, inner)
     if layer.turns:
         query, key = (_turned(layer, each, sizes.turned(hidden), size) for each in (query, key))
     joined = _joined(layer, core(layer, query, key, value, options), heads * size)

@@ -33,18 +33,21 @@ def check_activation(activation: str) -> None:
 class Norm:
     """A normalization: ``layer`` (Ba et al. 2016) with a bias, or ``rms`` (Zhang and Sennrich 2019).
 
-    ``offset`` is added to the weight: 1 in Gemma, whose weights begin at zero. ``sandwich``: a second norm
-    behind attention and feed-forward, before the residual sum (Gemma 2).
+    ``offset`` is added to the weight: 1 in Gemma, whose weights begin at zero. ``place``: of the
+    norms of a layer, ``before`` attention and feed-forward; ``after`` them, before the residual sum (OLMo 2);
+    or ``around`` them, both (Gemma 2).
     """
 
     kind: str = "rms"
     epsilon: float = 1e-5
     offset: float = 0.0
-    sandwich: bool = False
+    place: str = "before"
 
     def __post_init__(self) -> None:
         if self.kind not in ("layer", "rms"):
             raise PlanError(f"norm {self.kind!r} is neither layer nor rms")
+        if self.place not in ("before", "after", "around"):
+            raise PlanError(f"norms are before, after or around the parts of a layer, not {self.place!r}")
         check_caps(epsilon=self.epsilon, offset=self.offset)
 
 
