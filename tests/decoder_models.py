@@ -56,6 +56,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
         **{"model_type": "gemma3_text", **_LLAMA, "sliding_window": 3, "query_pre_attn_scalar": 9},
         **{"head_dim": 4, "sliding_window_pattern": 2, "rope_theta": 50.0, "rope_local_base_freq": 7.0},
     },
+    "glm4": {
+        **{"model_type": "glm4", **_LLAMA, "head_dim": 4, "attention_bias": True},
+        **{"rms_norm_eps": 1e-6, "partial_rotary_factor": 0.5},
+    },
+    "granite": {
+        **{"model_type": "granite", **_LLAMA, "embedding_multiplier": 3.0, "attention_multiplier": 0.2},
+        **{"residual_multiplier": 0.4, "logits_scaling": 5.0},
+    },
+    "olmoe": {
+        **{"model_type": "olmoe", **_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
+        "rms_norm_eps": 1e-6,
+    },
     "olmo2": {"model_type": "olmo2", **_LLAMA, "rms_norm_eps": 1e-6},
     "qwen2_moe": {
         **{"model_type": "qwen2_moe", **_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
@@ -206,6 +218,7 @@ class Reference:
 
     def head(self, query: np.ndarray, key: np.ndarray, value: np.ndarray, window: int) -> np.ndarray:
         scale = self.config.get("query_pre_attn_scalar", query.shape[1]) ** -0.5
+        scale = self.config.get("attention_multiplier", scale)
         cap = self.config.get("attn_logit_softcapping")
         rows = []
         for place in range(len(query)):
@@ -222,7 +235,7 @@ class Reference:
             groups = self.config.get("num_kv_heads", 1)
         parts = {"q": self.heads, "k": groups, "v": groups}
         made = {name: self.linear(x, w, name) for name in parts}
-        if self.family == "olmo2":
+        if self.family.startswith("olmo"):
             made |= {name: self.norm(made[name], w, f"{name}_norm") for name in ("q", "k")}
         query, key, value = (np.split(made[name], count, axis=1) for name, count in parts.items())
         if self.family.startswith("qwen3") or self.family == "gemma3_text":
@@ -292,25 +305,26 @@ class Reference:
 
     def loss(self, tokens: np.ndarray, labels: np.ndarray) -> float:
         table = self.all[self.named("embed")]
-        x = table[tokens] * (np.sqrt(self.hidden) if self.gemma else 1.0)
+        scale, branch = (self.config.get(f"{n}_multiplier", 1.0) for n in ("embedding", "residual"))
+        x = table[tokens] * (np.sqrt(self.hidden) if self.gemma else scale)
         first = 2 if self.family == "opt" else 0
         x = x + self.all["wpe"][first : first + len(tokens)] if self.gpt else x
         for layer in range(self.layers):
             start = f"h{layer}."
             w = {n.removeprefix(start): a for n, a in self.all.items() if n.startswith(start)}
-            after = self.family in ("gemma2", "gemma3_text", "olmo2")
+            after = self.family in ("gemma2", "gemma3_text", "glm4", "olmo2")
             normed = x if self.family == "olmo2" else self.norm(x, w, "norm1")
             mixed = self.latent(normed, w) if "kv_a.w" in w else self.grouped(normed, w, layer)
             mixed = self.linear(mixed, w, "o")
-            before, x = x, x + (self.norm(mixed, w, "norm1_out") if after else mixed)
+            before, x = x, x + branch * (self.norm(mixed, w, "norm1_out") if after else mixed)
             if f"{self.named('norm2')}.scale" in w:
                 normed = self.norm(before if self.parallel else x, w, "norm2")
             elif self.family == "olmo2":
                 normed = x
             made = self.experts(normed, w) if "router.w" in w else self.feed(normed, w)
-            x = x + (self.norm(made, w, "norm2_out") if after else made)
+            x = x + branch * (self.norm(made, w, "norm2_out") if after else made)
         x = self.norm(x, self.all, "norm")
-        logits = x @ self.all.get("head", table.T)
+        logits = x @ self.all.get("head", table.T) / self.config.get("logits_scaling", 1.0)
         cap = self.config.get("final_logit_softcapping")
         logits = cap * np.tanh(logits / cap) if cap else logits
         chosen = logits[np.arange(len(labels)), labels]

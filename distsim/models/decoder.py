@@ -90,7 +90,8 @@ def decoder(
         losses += aux
     x = top.norm(x, sizes.names.final, sizes.hidden, sizes.norm, "final")
     with top.within("head"):
-        logits = top.capped(_logits(top, sizes, x, table), sizes.softcap, "capped_logits")
+        logits = top.scaled(_logits(top, sizes, x, table), sizes.logit_scale, "scaled_logits")
+        logits = top.capped(logits, sizes.softcap, "capped_logits")
         own = "cross_entropy" if losses else "loss"
         loss = top("CrossEntropyLoss", logits, labels, name=own, N=batch * seq)
         return top.finish(top("Sum", loss, *losses, name="loss") if losses else loss)
@@ -178,11 +179,12 @@ def _before(layer: LayerMaker, sizes: DecoderSizes, x: Value, name: str) -> Valu
 
 
 def _branch(layer: LayerMaker, sizes: DecoderSizes, branch: Value, index: int) -> Value:
-    """Return what of a branch is added: with its norm and dropout, if it has them."""
+    """Return what of a branch is added: with its norm, dropout and scale, if it has them."""
     if sizes.norm.place != "before":
         branch = layer.norm(branch, f"norm{index}_out", sizes.hidden, sizes.norm)
     with layer.within("residual"):
-        return layer.dropped(branch, sizes.dropout.residual, f"kept{index}")
+        branch = layer.dropped(branch, sizes.dropout.residual, f"kept{index}")
+        return layer.scaled(branch, sizes.branch_scale, f"scaled{index}")
 
 
 def _added(layer: LayerMaker, x: Value, branch: Value, name: str) -> Value:

@@ -121,10 +121,10 @@ class DecoderSizes:
     """The sizes of a decoder: layers of attention and feed-forward, or experts where ``expert_layers`` are.
 
     ``tied``: the output head is the embedding. ``embedding_scale``: what embeddings are multiplied by (the
-    root of hidden in Gemma). ``softcap`` c: logits are c tanh(logits / c), 0 being none. ``branches``: of
-    :data:`BRANCHES`. Batch and sequence
-    are no sizes of a model: they are given when it is built. ``left_out`` says what a model has besides that
-    is not built. Raises :class:`PlanError` naming what does not fit.
+    root of hidden in Gemma), ``branch_scale`` and ``logit_scale`` what of branches and logits are (Granite).
+    ``softcap`` c: logits are c tanh(logits / c), 0 being none. ``branches``: of :data:`BRANCHES`. Batch and
+    sequence are no sizes of a model: they are given when it is built. ``left_out`` says what a model has
+    besides that is not built. Raises :class:`PlanError` naming what does not fit.
     """
 
     layers: int
@@ -140,6 +140,8 @@ class DecoderSizes:
     tied: bool = False
     embedding_scale: float | None = None
     softcap: float = 0.0
+    branch_scale: float = 1.0
+    logit_scale: float = 1.0
     branches: str = BRANCHES[0]
     names: PartNames = LLAMA_NAMES
     left_out: tuple[str, ...] = ()
@@ -147,6 +149,7 @@ class DecoderSizes:
     def __post_init__(self) -> None:
         check_sizes(layers=self.layers, hidden=self.hidden, vocab=self.vocab)
         check_caps(softcap=self.softcap, embedding_scale=self.embedding_scale or 0.0)
+        check_caps(branch_scale=self.branch_scale, logit_scale=self.logit_scale)
         check_layers(self.layers)
         if self.branches not in BRANCHES:
             raise PlanError(

@@ -150,9 +150,8 @@ class ConfigFields:
         """Raise unless a field is missing, null or one of what is usable: something that is not modelled."""
         value = self.table.get(name)
         if value is not None and not any(type(value) is type(each) and value == each for each in usable):
-            raise self.refusal(
-                name, " or ".join(_shown(each) for each in usable) + ": the rest is not modelled"
-            )
+            shown = " or ".join(_shown(each) for each in usable) or "null"
+            raise self.refusal(name, f"{shown}: the rest is not modelled")
 
     def finite(self) -> None:
         """Raise for a number that is none: tables made in Python may hold such."""

@@ -52,6 +52,18 @@ def _llama(fields: ConfigFields) -> DecoderSizes:
     return replace(sizes, feed_forward=replace(sizes.feed_forward, bias=fields.flag("mlp_bias")))
 
 
+def _granite(fields: ConfigFields) -> DecoderSizes:
+    """Llama whose embeddings, scores, branches and logits are scaled (maximal update parametrization)."""
+    sizes = _with_heads(_llama(fields), scale=fields.number("attention_multiplier"))
+    embedded = fields.number("embedding_multiplier")
+    return replace(
+        sizes,
+        embedding_scale=None if embedded == 1.0 else embedded,
+        branch_scale=fields.number("residual_multiplier"),
+        logit_scale=1.0 / fields.number("logits_scaling"),
+    )
+
+
 def _mistral(fields: ConfigFields) -> DecoderSizes:
     return _with_heads(_rotary(fields), window=window_of(fields))
 
@@ -202,11 +214,31 @@ def _gemma3(fields: ConfigFields) -> DecoderSizes:
     return _with_heads(_with_caps(fields, windowed, positions), norm="head")
 
 
+def _glm4(fields: ConfigFields) -> DecoderSizes:
+    """Norms around each branch, and heads of which a part turns, here in another order of their columns."""
+    sizes = _rotary(fields, rotary_positions(fields))
+    turned = rotary_dims(fields, sizes.attention.turned(sizes.hidden))
+    sizes = _with_heads(sizes, bias=fields.flag("attention_bias"), rotary_dims=turned)
+    return replace(sizes, norm=replace(sizes.norm, place="around"))
+
+
 def _olmo2(fields: ConfigFields) -> DecoderSizes:
     """Llama whose norms are behind attention and feed-forward, with a norm of all queries and one of keys."""
-    bias = fields.flag("attention_bias")
-    sizes = _with_heads(_rotary(fields), bias=bias, out_bias=bias, norm="all")
+    sizes = _with_joint_norms(fields)
     return replace(sizes, norm=replace(sizes.norm, place="after"))
+
+
+def _olmoe(fields: ConfigFields) -> DecoderSizes:
+    """Experts, as wide as ``intermediate_size``, and norms of all queries and of all keys."""
+    fields.refuse_unless("clip_qkv")
+    experts = _experts(fields, "num_experts", "intermediate_size")
+    normalized = fields.flag("norm_topk_prob")
+    return replace(_with_joint_norms(fields), experts=replace(experts, normalized=normalized))
+
+
+def _with_joint_norms(fields: ConfigFields) -> DecoderSizes:
+    bias = fields.flag("attention_bias")
+    return _with_heads(_rotary(fields), bias=bias, out_bias=bias, norm="all")
 
 
 def _deepseek(fields: ConfigFields) -> DecoderSizes:
@@ -265,7 +297,10 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "gemma": _gemma,
     "gemma2": _gemma2,
     "gemma3_text": _gemma3,
+    "glm4": _glm4,
+    "granite": _granite,
     "olmo2": _olmo2,
+    "olmoe": _olmoe,
     "phi3": _phi3,
     "gpt2": gpt2,
     "opt": opt,

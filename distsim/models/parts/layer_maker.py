@@ -104,6 +104,10 @@ class PartMaker:
             return source
         return self("Mul", self("Tanh", self("Mul", source, B=1.0 / cap)), name=name, B=cap)
 
+    def scaled(self, source: Value, scale: float, name: str) -> Value:
+        """The source times the scale, or itself where that is 1."""
+        return source if scale == 1.0 else self("Mul", source, name=name, B=scale)
+
     def dropped(self, source: Value, rate: float, name: str) -> Value:
         """Dropout in training at a rate, or the source where the rate is 0."""
         if not rate:
