@@ -129,7 +129,6 @@ def test_zero_without_ranks_to_divide_over_is_noted():
     ("config", "near"),
     [
         ({"model_type": "bloom", "hidden_size": 64, "n_head": "x"}, "gpt:hidden=64, with learned positions"),
-        ({"model_type": "gemma3", "text_config": {"hidden_size": 64}}, "gemma3-4b:hidden=64"),
         ({"model_type": "mllama", "text_config": {"num_key_value_heads": 8}}, "llama:kv_heads=8, text alone"),
     ],
 )

@@ -2,6 +2,7 @@
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -335,6 +336,18 @@ def test_windows_of_qwen_are_where_transformers_has_them():
     )
     assert experts.attention.window == 3 and all(experts.attention.windowed)
     assert sizes_from_hf({**FAMILIES["qwen3_moe"], "sliding_window": 3}).attention.window == 0
+
+
+def test_the_text_of_gemma_3_is_read_where_images_are():
+    whole = {"model_type": "gemma3", "text_config": {**FAMILIES["gemma3_text"]}, "vision_config": {}}
+    text, alone = sizes_from_hf(whole), sizes_from_hf(FAMILIES["gemma3_text"])
+    assert replace(text, left_out=()) == alone and "images" in text.left_out[0] and not alone.left_out
+    for name, layers in (("gemma3-4b:layers=62", 62), ("gemma3-27b", 62), ("gemma3-1b", 26)):
+        heads = decoder_sizes(name)[0].attention
+        assert [n for n in range(layers) if not heads.window_of(n)] == list(range(5, layers, 6))
+    rotated = import_from_hf(FAMILIES["gemma3_text"], 1, 4)
+    assert len(callees(rotated)) == 2
+    assert len(callees(import_from_hf(FAMILIES["gemma3_text"], 1, 3))) == 1  # windows of the whole sequence
 
 
 def test_the_command_simulates_a_config(capsys):

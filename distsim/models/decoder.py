@@ -33,16 +33,15 @@ MASKED = -1e4
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """What tells one layer from another: its window (0: none), the base of its rotations and the slots of its
-    experts (None: dense).
+    """What tells one layer from another: its window (0: none) and the slots of its experts (None: dense).
 
-    ``load``: what its experts are asked for, which is not in the ops.
+    ``load``: what its experts are asked for, and ``theta``, the base of its rotations, are not in the ops.
     """
 
     window: int
-    theta: float
     slots: tuple[int, ...] | None
     load: Routing | None = field(compare=False)
+    theta: float = field(compare=False)
 
 
 def decoder(
@@ -132,7 +131,7 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_LayerKind]:
     bases = [sizes.positions.base(bool(window)) for window in windows]
     slots = {index: load.slots for index, load in found.items()}
     return [
-        _LayerKind(window if window < seq else 0, base, slots.get(index), found.get(index))
+        _LayerKind(window if window < seq else 0, slots.get(index), found.get(index), base)
         for index, (window, base) in enumerate(zip(windows, bases, strict=True))
     ]
 
@@ -224,7 +223,7 @@ def _rotations(top: PartMaker, size: int, bases: Sequence[float]) -> dict[float,
         return {"cos": table("Cos", f"{prefix}cos"), "sin": table("Sin", f"{prefix}sin")}
 
     found = dict.fromkeys(bases)
-    return {base: tables(base, f"base{base:g}." if len(found) > 1 else "") for base in found}
+    return {base: tables(base, f"base{number}." if number else "") for number, base in enumerate(found)}
 
 
 def _mask(top: PartMaker, window: int) -> Value:

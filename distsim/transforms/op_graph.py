@@ -34,7 +34,8 @@ class Numbered:
     and values only.
 
     ``copies`` are the backward ops that compute a forward op again, with that op, and the barriers through
-    which they read; ``originals`` the forward values that what they make is equal to.
+    which they read; ``originals`` the forward values that what they make is equal to, ``regathered`` those of
+    what is gathered once more, whether or not anything is computed again.
     """
 
     def __init__(self, function: Function) -> None:
@@ -77,7 +78,7 @@ class Numbered:
         """Return the function that differs from this one in sizes alone, as another one does from that of
         which this was made; what they have in common is found once. Raises :class:`Unlike`."""
         found = copy(self)
-        for name in ("kinds", "copies", "originals"):  # of attributes
+        for name in ("kinds", "copies", "originals", "regathered"):  # of attributes
             found.__dict__.pop(name, None)
         found.inputs, found.ops = substitute(self.inputs, likeness.values), likeness.carry_ops(self.ops)
         found.values = list(substitute(self.values, likeness.values))
@@ -151,7 +152,7 @@ class Numbered:
     @cached_property
     def copies(self) -> dict[int, int]:
         """The backward ops that compute a forward op again, found by what they compute -> that op."""
-        if not any(operator(op.op_type).waits or is_gather(op) for op in self.ops):
+        if not any(operator(op.op_type).waits for op in self.ops):
             return {}
         same = list(range(len(self.values)))  # the first value that a value is equal to
         equal: dict[Hashable, list[int]] = {}  # forward ops that compute the same
@@ -175,6 +176,20 @@ class Numbered:
                 if made >= 0 and operator(self.ops[made].op_type).waits:
                     copies[made] = original
         return copies
+
+    @cached_property
+    def regathered(self) -> dict[int, int]:
+        """What backward gathers again -> the forward value that it is equal to."""
+        known: dict[Hashable, int] = {}
+        found: dict[int, int] = {}
+        for index, (op, read) in enumerate(zip(self.ops, self.reads, strict=True)):
+            if is_gather(op):
+                key = self.kinds[index], *[found.get(value, value) for value in read]
+                if self.forward[index]:
+                    known.setdefault(key, index)
+                elif key in known:
+                    found.update(zip(self.makes[index], self.makes[known[key]], strict=True))
+        return found
 
     def _originals(self, found: dict[int, tuple[int, ...]]) -> dict[int, int]:
         """Choose the forward op of each copy: the one that the original of a reader reads, or one without."""

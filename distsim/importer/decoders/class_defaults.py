@@ -95,6 +95,9 @@ CLASS_DEFAULTS: dict[str, dict[str, object]] = {
     },
     "gemma3_text": {
         **_GEMMA,
+        # Sizes, but published files leave these out.
+        "num_attention_heads": 8,
+        "vocab_size": 262208,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131072,
         "rope_theta": 1_000_000.0,

@@ -132,9 +132,10 @@ def _qwen2_moe(fields: ConfigFields) -> DecoderSizes:
     made = _with_qwen_experts(fields, sizes)
     width, name = fields.count("moe_intermediate_size"), "shared_expert_intermediate_size"
     shared = fields.count(name)
-    if made.experts is None or shared % width:
+    if shared % width:
         raise fields.refusal(name, f"a multiple of moe_intermediate_size={width}")
-    return replace(made, experts=replace(made.experts, shared=shared // width, shared_gate=True))
+    experts = replace(_qwen_experts(fields), shared=shared // width, shared_gate=True)
+    return replace(made, experts=experts)
 
 
 def _qwen3_moe(fields: ConfigFields) -> DecoderSizes:
@@ -148,13 +149,17 @@ def _with_qwen_experts(fields: ConfigFields, sizes: DecoderSizes) -> DecoderSize
     if any(type(each) is not int or not 0 <= each < sizes.layers for each in dense):
         raise fields.refusal("mlp_only_layers", f"a list of layers from 0 to {sizes.layers - 1}")
     every = fields.count("decoder_sparse_step")
-    experts = _experts(fields, "num_experts", "moe_intermediate_size")
     return replace(
         sizes,
-        experts=replace(experts, normalized=fields.flag("norm_topk_prob")),
+        experts=_qwen_experts(fields),
         expert_layers=ExpertLayers(every=every, phase=every - 1, without=tuple(cast(list[int], dense))),
         names=MIXED_NAMES,
     )
+
+
+def _qwen_experts(fields: ConfigFields) -> Mixture:
+    experts = _experts(fields, "num_experts", "moe_intermediate_size")
+    return replace(experts, normalized=fields.flag("norm_topk_prob"))
 
 
 def _gemma(fields: ConfigFields) -> DecoderSizes:
@@ -199,8 +204,14 @@ def _gemma3(fields: ConfigFields) -> DecoderSizes:
     """Gemma 2 with norms of queries and keys, windows but in each so-many-th layer, and another base of
     rotations where they are; by default without caps."""
     fields.refuse_unless("use_bidirectional_attention", False)
-    every, rope = fields.count("sliding_window_pattern"), fields.part("rope_parameters")
+    every, rope = (
+        fields.count("sliding_window_pattern", most=MAX_CONFIG_LAYERS),
+        fields.part("rope_parameters"),
+    )
+    fields.refuse_unless("_sliding_window_pattern", every)
     tables = (rope.part("full_attention"), rope.part("sliding_attention"))
+    for each in (fields, rope, *tables):
+        each.refuse_unless("partial_rotary_factor", 1, 1.0)
     whole, local = (each.table.get("rope_theta") for each in tables)
     positions = Positions(
         fields.count("max_position_embeddings"),
@@ -209,8 +220,7 @@ def _gemma3(fields: ConfigFields) -> DecoderSizes:
         if local is None
         else tables[1].number("rope_theta"),
     )
-    layers = fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS)
-    windowed = tuple((index + 1) % every > 0 for index in range(layers))
+    windowed = (True,) * (every - 1) + (False,)
     return _with_heads(_with_caps(fields, windowed, positions), norm="head")
 
 

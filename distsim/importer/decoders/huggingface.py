@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import cast
 
 from distsim.errors import ImportModelError, PlanError, wrong_type
 from distsim.importer.decoders.class_defaults import CLASS_DEFAULTS
@@ -71,6 +72,11 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
         if not isinstance(config, str | os.PathLike):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise wrong_type("config", config, "the path of a config.json, or what it holds as a mapping")
         origin, table = os.fspath(config), read_config(config)
+    left_out: list[str] = []
+    inner = table.get("text_config")
+    if table.get("model_type") == "gemma3" and isinstance(inner, Mapping):
+        table = {**cast(Mapping[str, object], inner), "model_type": "gemma3_text"}
+        left_out.append("text_config alone: what reads images (vision_config) is not built")
     family = table.get("model_type")
     defaults = CLASS_DEFAULTS.get(family, {}) if isinstance(family, str) else {}
     fields = ConfigFields(origin, table, defaults)
@@ -80,7 +86,7 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
         instead = near_family(table) or did_you_mean(family, FAMILIES)
         raise fields.refusal("model_type", f"one of {known}{instead}")
     try:
-        return replace(FAMILIES[family](fields), left_out=_left_out(fields))
+        return replace(FAMILIES[family](fields), left_out=(*left_out, *_left_out(fields)))
     except PlanError as error:  # sizes that do not fit each other
         raise ImportModelError(f"{fields.origin}: {error}") from error
 

@@ -23,11 +23,6 @@ _NEAR: Mapping[str, _Near] = {
         {"layers": "n_layer", "hidden": "hidden_size", "heads": "n_head", "vocab": "vocab_size"},
         "with learned positions in place of ALiBi",
     ),
-    "gemma3": _Near(
-        "gemma3-4b",
-        {**_SIZES, **_KEYS, "head_dim": "head_dim", **_FFN, "window": "sliding_window"},
-        "or its text_config alone: without images",
-    ),
     "mllama": _Near(
         "llama", {**_SIZES, **_KEYS, **_FFN}, "text alone: without images and what attends to them"
     ),

@@ -3,7 +3,7 @@
 The forward ops (those that the loss depends on) are cut, in order, into contiguous stages of least
 bottleneck. A backward op lives where its forward op lives: on the last stage on which everything is
 at hand that it reads, going down from the stage that its gradients come from. What backward computes again
-is computed where it was the first time.
+is computed where it was the first time. A gather is where it is read first: its operand is less to send.
 """
 
 from __future__ import annotations
@@ -55,7 +55,8 @@ def assign_stages(
 def _forward_stages(
     function: Numbered, num_stages: int, costs: DeviceCosts, starts: Sequence[int] | None
 ) -> list[int]:
-    """Cut the forward ops that take time; what takes none (a view, a sum's mark) follows its operands."""
+    """Cut the forward ops that take time; what takes none (a view, a sum's mark) follows its operands, but a
+    gather goes ahead to its first reader."""
     seconds = function.seconds(costs)
     timed = [op for op, cost in seconds.items() if cost > 0]
     if starts is not None:  # perhaps one of thousands that a search tries
@@ -111,6 +112,7 @@ def _place_rest(
     weights = _weights(function)
     rest: list[int] = []
     handed: dict[int, int] = {}  # what barriers make -> what they hand on
+    again = function.regathered
     producer, forward, loose, held = function.producer, function.forward, function.loose, function.held
     for op, read in enumerate(function.reads):
         if forward[op] or loose[op] or function.steps[op]:
@@ -126,9 +128,10 @@ def _place_rest(
             rest.append(op)
             continue
         bounds: list[int] = []
-        for value in read:
+        for value in [again[value] for value in function.makes[op] if value in again] or read:
             value = handed.get(value, value)
             value = function.originals.get(value, value)
+            value = again.get(value, value)
             value = weights.get(value, value)
             made = producer[value]
             if made < 0:

@@ -11,6 +11,7 @@ from distsim.errors import PlanError
 from distsim.ir import Device, Function, Op, Topology, Value, all_ops, trim
 from distsim.ir.device import devices_of
 from distsim.ir.type import Tensor
+from distsim.ops import operator
 from distsim.ops.conversion import ONCE
 from distsim.transforms.recompute.graph import Marks, graph_of
 from distsim.transforms.recompute.joint import ChangedPair, Joint, Pair, changed_pair, find_pairs, with_calls
@@ -128,9 +129,12 @@ class _Rematerializer:
             )
         own = {op.op_type for pair in pairs for op in all_ops(pair.forward.callee)}
         if policy.types and own.isdisjoint(policy.types):
+            named = ", ".join(sorted(each for each in own if not operator(each).view))
+            written = "; attention is written out: attention=flash has it as one op"
             raise PlanError(
                 f"remat={policy}: the blocks of {function.name} have no {' or '.join(policy.types)}, so "
-                f"nothing would be saved; name some of {', '.join(sorted(own))}, or use full"
+                f"nothing would be saved; name some of {named}, or use full"
+                + (written if "Attention" in policy.types and "Softmax" in own else "")
             )
 
     def grouped(self, joint: Joint, pairs: Sequence[Pair], stages: Sequence[int]) -> Function:
