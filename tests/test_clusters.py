@@ -71,7 +71,11 @@ def test_fewer_devices_a_node():
     ("setting", "said"),
     [
         ("device.memry=1GiB", "did you mean device.memory"),
-        ("ethernet.bandwidth=1GB/s", "choose from devices_per_node, device.throughput"),
+        ("ethernet.throughput=1GB/s", "choose from devices_per_node, device.throughput"),
+        (
+            "ib.bandwidth=1GB/s",
+            "choose from device.host_link.bandwidth, nvlink.bandwidth, infiniband.bandwidth",
+        ),
         ("device.memory", "is not KEY=VALUE; write for example device.memory=40GiB"),
         ("device.memory=", "is not KEY=VALUE"),
         ("device.memory=40", "--set device.memory: 40 has no unit"),

@@ -338,6 +338,13 @@ def test_windows_of_qwen_are_where_transformers_has_them():
     assert sizes_from_hf({**FAMILIES["qwen3_moe"], "sliding_window": 3}).attention.window == 0
 
 
+def test_a_slip_in_the_name_of_a_field_is_said():
+    config = {**FAMILIES["mistral"], "sliding_windw": 2}
+    del config["sliding_window"]
+    (said,) = sizes_from_hf(config).left_out
+    assert said.startswith("sliding_windw is not read; did you mean sliding_window?")
+
+
 def test_the_text_of_gemma_3_is_read_where_images_are():
     whole = {"model_type": "gemma3", "text_config": {**FAMILIES["gemma3_text"]}, "vision_config": {}}
     text, alone = sizes_from_hf(whole), sizes_from_hf(FAMILIES["gemma3_text"])

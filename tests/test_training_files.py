@@ -322,6 +322,11 @@ def test_torchtitan_pipelines_and_hybrids(tmp_path):
     alone = text.replace("shard_degree = 4", "shard_degree = 1")
     single = read_torchtitan(written(tmp_path, alone, "job.toml"))
     assert (plan(single, 4).zero, single.stack.precision) == (0, "amp")
+    # A rank's sequences are one microbatch without pipeline ranks, each is one with them.
+    flat = read_torchtitan(written(tmp_path, text.replace("pipeline_parallel_degree = 2\n", ""), "job.toml"))
+    for own, microbatches in (("pp=1", 1), ("pp=4", 8), ("pp=1,microbatches=2", 2)):
+        laid = {each.laid_out(32, own) for each in (flat, config)}
+        assert {Plan.parse(text).microbatches for text, _ in laid} == {microbatches}, laid
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def _advice(step: SimulatedStep, progress: Progress, beside: str) -> list[str]:
     ]
     if found.untried:
         left = f"{count_of(found.untried, 'plan')} with a few changes not tried within {SEARCH_SECONDS:g} s"
-        return [*(notes or ["no plan was found that fits"]), left]
+        return [*(notes or [f"none of the {count_of(found.looked_at, 'plan')} tried fits"]), left]
     tried = f"{count_of(found.looked_at, 'plan')} with one to three changes of {', '.join(found.fields)}"
     return notes or [f"of {tried}, none fits; search looks at others too"]
 

@@ -298,9 +298,10 @@ def with_setting(table: Raw, setting: str) -> Raw:
     keys = setting_keys(table)
     key = key.removeprefix("levels.")
     if key not in keys:
-        raise TopologyError(
-            f"--set {key!r:.60}: no figure has this name; choose from {choices_for(key, keys)}"
-        )
+        name = key.rpartition(".")[2]
+        alike = [each for each in keys if each.rpartition(".")[2] == name]
+        known = ", ".join(alike) if len(alike) > 1 else choices_for(key, keys)
+        raise TopologyError(f"--set {key!r:.60}: no figure has this name; choose from {known}")
     if key == "nodes":
         return _first_nodes(table, _whole(key, value))
     first, *rest = key.split(".")

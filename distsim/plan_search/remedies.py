@@ -25,6 +25,9 @@ Change = dict[str, str | int]
 SPLITS = (2, 4, 8)
 """By how much the microbatches of a plan are made smaller, and what is on each rank of tp or pp."""
 
+LEAST = (4, 2, 1)
+"""How many samples microbatches have that are made so small as to have no more."""
+
 OFFLOADED = (4, 2, 1)
 """Of how many layers of a stage one is offloaded."""
 
@@ -79,12 +82,12 @@ class PlanTrials:
 def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEARCH_SECONDS) -> Remedies:
     """Return up to ``most`` plans that fit on the devices and differ little.
 
-    One change is tried at a time: recomputing, state or parameters divided over dp (which takes in devices
-    that are idle), activations divided over tp in the sequence, experts over dp, smaller microbatches, tensor
-    or pipeline ranks in the place of data-parallel ones (or on devices that are idle), and activations of
-    some layers, or of all, on the host. Where fewer than ``most`` of them are enough, two at once; where no
-    two are, a third beside recomputing all with parameters divided. A change that the function or the batch
-    does not allow is left
+    One change is tried at a time: smaller microbatches, activations divided over tp in the sequence,
+    recomputing, state or parameters divided over dp (which takes in devices that are idle), experts over dp,
+    tensor or pipeline ranks in the place of data-parallel ones (or on devices that are idle), and activations
+    of some layers, or of all, on the host. Where fewer than ``most`` of them are enough, two at once; where
+    no two are, a third beside recomputing all with parameters divided. A change that the function or the
+    batch does not allow is left
     out; so is one after which parameters and state alone, divided without a rest, are more than a device has.
     Of the others memory is counted, and those that fit are simulated. No plan is begun that would end after
     ``seconds`` if it took as long as the longest so far.
@@ -97,6 +100,7 @@ def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEA
         known = {remedy.plan for remedy in found}
         enough = [change for change in changes if search.changed(change) in known]
         pairs = [pair for pair in pairs if not any(each.items() <= pair.items() for each in enough)]
+        pairs.sort(key=lambda pair: -int(pair.get("microbatches", 0)))  # the smallest are nearest to enough
         found += search.try_all(pairs)
     if not found:
         idle = len(trials.topology.devices) // plan.devices
@@ -110,6 +114,10 @@ def remedies(plan: Plan, trials: PlanTrials, most: int = 3, seconds: float = SEA
 def _changes(plan: Plan, trials: PlanTrials) -> Iterator[Change]:
     """Yield the single changes."""
     idle = len(trials.topology.devices) // plan.devices
+    for parts in _microbatch_splits(plan, trials.function):
+        yield {"microbatches": plan.microbatches * parts}
+    if plan.tp > 1 and plan.sp == "off":
+        yield {"sp": "on"}
     if plan.remat == "none":
         yield {"remat": "attention"}
     if plan.remat != "full":
@@ -119,15 +127,11 @@ def _changes(plan: Plan, trials: PlanTrials) -> Iterator[Change]:
         yield {"dp": plan.dp * idle} | divided
     if plan.dp * plan.cp > 1 and not plan.zero:
         yield {"zero": 1}
-    if plan.tp > 1 and plan.sp == "off":
-        yield {"sp": "on"}
     yield from _experts_apart(plan, trials.function)
     if plan.dp * plan.cp > 1 and plan.zero < 3:
         yield divided
     elif plan.dp * plan.cp > 1 and plan.reshard not in ("always", "blocking"):
         yield {"reshard": "always"}
-    for parts in SPLITS:
-        yield {"microbatches": plan.microbatches * parts}
     for axis, parts in product(("tp", "pp"), SPLITS):
         degree = parts * getattr(plan, axis)
         if plan.dp % parts == 0:
@@ -145,6 +149,17 @@ def _divided(plan: Plan) -> Change:
     """Parameters divided over dp, with layers for buckets, and nothing to gather after the update."""
     without: Change = {"zero": 3, "bucket": "auto", "overlap_params": "off"}
     return {name: own for name, own in without.items() if getattr(plan, name) != own}
+
+
+def _microbatch_splits(plan: Plan, function: Function) -> list[int]:
+    """Return by how much microbatches may be made smaller, down to a sample."""
+    try:
+        samples = ModelTraits.of(function).batch // (plan.dp * plan.microbatches)
+    except PlanError:  # without a batch
+        return [*SPLITS]
+    return sorted(
+        {*(parts for parts in SPLITS if parts <= samples), *(samples // own for own in LEAST)} - {0, 1}
+    )
 
 
 def _experts_apart(plan: Plan, function: Function) -> Iterator[Change]:

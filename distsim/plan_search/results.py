@@ -236,8 +236,13 @@ class SearchResult:
     def _against(self, own: PlanTrial) -> dict[str, Any]:
         """Return what became of the own plan, and in what it differs from the best."""
         alone = not self.fitting or own.text == self.best.text
-        others: list[Any] = [] if alone else self.compare(self.best, own).to_dict()["differences"]
-        return self._row(own) | {"differences": others}
+        row = self._row(own)
+        if alone:
+            return row | {"differences": []}
+        compared = self.compare(self.best, own)  # simulated, though the search needed no figures of it
+        known = compared.steps[1].to_dict()
+        row |= {name: known[name] for name in row.keys() & known.keys() if row[name] is None}
+        return row | {"differences": compared.to_dict()["differences"]}
 
     def to_pandas(self) -> Any:
         """Return :meth:`rows` as a table; raises :class:`MissingExtraError` without pandas."""

@@ -354,16 +354,20 @@ class _TitanLayout:
         )
         total = training.value("global_batch_size")
         whole = training.count("global_batch_size") if total not in (None, -1) else None
-        if self._degrees["pp"] == 1:
-            return BatchSizes(whole, local, microbatches=1 if whole is None else None)
         micro = _with(self._own, "pipeline_parallel_microbatch_size", 1)
+        if self._degrees["pp"] == 1:
+            piped = None if local % micro else micro
+            return BatchSizes(whole, local, None, 1 if whole is None else None, piped, local)
         if local % micro:
             raise self._own.refusal(
                 "pipeline_parallel_microbatch_size", f"a divisor of local_batch_size {local}"
             )
         if whole is not None:
-            self._notes.append("global_batch_size: gradients of several pipelines are summed as of one")
-        return BatchSizes(whole, micro, microbatches=local // micro if whole is None else None)
+            self._notes.append(
+                "global_batch_size: where a rank has more sequences than local_batch_size, torchtitan runs "
+                "its pipeline anew for each so many, and here one runs through, with less of a bubble"
+            )
+        return BatchSizes(whole, micro, None, local // micro if whole is None else None, micro, local)
 
 
 def _counts(layers: int, stages: int, ends: tuple[int, int]) -> list[int]:

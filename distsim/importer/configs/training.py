@@ -52,13 +52,24 @@ def _of_zero(own: Mapping[str, str | int], zero: int, other: int) -> dict[str, s
 @dataclass(frozen=True)
 class BatchSizes:
     """What a file says of the sequences of a step: of all ranks, of one microbatch, of one data-parallel
-    rank, and how many microbatches a rank has; None where it does not.
+    rank, and how many microbatches a rank has; None where it does not. ``piped`` and ``alone`` are what a
+    microbatch is with pipeline ranks and without, where the framework has another then.
     """
 
     total: int | None = None
     micro: int | None = None
     of_rank: int | None = None
     microbatches: int | None = None
+    piped: int | None = None
+    alone: int | None = None
+
+    def with_stages(self, pp: int) -> BatchSizes:
+        """Return what they are with so many pipeline ranks, as many sequences on each data-parallel one."""
+        micro = self.piped if pp > 1 else self.alone
+        if micro is None or self.micro is None:
+            return self
+        count = None if self.microbatches is None else self.micro * self.microbatches // micro
+        return replace(self, micro=micro, microbatches=count)
 
     def of(self, dp: int, total: int | None = None, microbatches: int | None = None) -> tuple[int, int]:
         """Return the sequences of a step of dp ranks and the microbatches of each; those given go before.
@@ -144,7 +155,8 @@ class TrainingConfig:
         dp = _degree(items, "dp")
         asked = _degree(given, "microbatches") if "microbatches" in given else None
         try:
-            total, items["microbatches"] = self.batch.of(dp, batch, asked)
+            sizes = self.batch.with_stages(_degree(items, "pp"))
+            total, items["microbatches"] = sizes.of(dp, batch, asked)
         except PlanError as error:
             raise PlanError(f"{self.source}: {error}") from None
         if self.copies > 1 and "zero_ranks" not in given and str(items.get("zero", 0)) != "0":

@@ -23,11 +23,13 @@ from distsim.importer.decoders.near_families import near_family
 from distsim.ir import DType, Float32, Function
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
-from distsim.suggestions import did_you_mean
+from distsim.suggestions import did_you_mean, slips
 
 Config = str | os.PathLike[str] | Mapping[str, object]
 
 DEFAULT_BATCH, MAX_DEFAULT_SEQ = 8, 8192
+
+_LONGEST_FIELD = 60
 
 
 def import_from_hf(
@@ -94,6 +96,11 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
 def _left_out(fields: ConfigFields) -> tuple[str, ...]:
     """Say what the file names that the step would have and is not built."""
     found: list[str] = []
+    missing = [name for name in fields.defaults if name not in fields.table]
+    for given in fields.table:
+        short = len(given) <= _LONGEST_FIELD and given not in fields.defaults
+        if short and (near := [name for name in missing if slips(given, name) <= 2]):
+            found.append(f"{given} is not read; did you mean {near[0]}? It is as in transformers' class")
     if layers := fields.table.get("num_nextn_predict_layers"):
         found.append(f"num_nextn_predict_layers={layers!r:.20}: multi-token prediction is not built")
     if fields.table.get("quantization_config"):
