@@ -235,7 +235,8 @@ def _operator_table(simulation: Simulation) -> list[str]:
         seconds[name] = seconds.get(name, 0.0) + taken * devices
         counts[name] = counts.get(name, 0) + times * devices
         kinds[name] = _kind(op)
-    total = sum(seconds.values()) or 1.0
+    # Streams run beside each other: all shares are more than a whole together.
+    total = simulation.step_time * sum(map(len, members)) or 1.0
     names = sorted(seconds, key=lambda name: -seconds[name])
     rows = [
         (
@@ -247,5 +248,5 @@ def _operator_table(simulation: Simulation) -> list[str]:
         )
         for name in names[:_MOST_OPS]
     ]
-    lines = table(("operator", "kind", "runs", "device time", "share"), rows)
+    lines = table(("operator", "kind", "runs", "device time", "of the step"), rows)
     return [*lines, f"... and {len(names) - _MOST_OPS} more"] if len(names) > _MOST_OPS else lines
