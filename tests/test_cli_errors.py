@@ -35,6 +35,10 @@ BAD = {
     "heads do not divide": (("gpt:heads=5,hidden=64", "--cluster", "dgx-a100"), "heads=5", "hidden=64"),
     "element type of a builder": (("mlp:dtype=f8", "--cluster", "dgx-a100"), "'f8'", "bfloat16"),
     "unknown cluster": ((SMALL, "--cluster", "dgx-3"), "'dgx-3'", "dgx-a100", ".toml"),
+    "missing job file": (
+        ("llama3-8b", "--cluster", "dgx-h100", "--torchtitan", "no.toml"),
+        "distsim: cannot read no.toml: No such file",
+    ),
     "missing cluster file": ((SMALL, "--cluster", "no.toml"), "no.toml is not a file"),
     "a count that is none": ((SMALL, "--cluster", "dgx-2:abc"), "'abc' is no number of nodes"),
     "a latency of ages": (

@@ -102,8 +102,9 @@ def read_torchtitan(path: str | os.PathLike[str]) -> TrainingConfig:
     matters and is not simulated, by name.
     """
     origin = os.fspath(path)
+    data = read_bytes(path, MAX_CONFIG_BYTES)
     try:
-        table = tomllib.loads(read_bytes(path, MAX_CONFIG_BYTES).decode("utf-8-sig"))
+        table = tomllib.loads(data.decode("utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise ImportModelError(f"{path} is not a TOML file: {error}") from error
     whole = TrackedFields(origin, table, {})
