@@ -343,6 +343,9 @@ def test_a_slip_in_the_name_of_a_field_is_said():
     del config["sliding_window"]
     (said,) = sizes_from_hf(config).left_out
     assert said.startswith("sliding_windw is not read; did you mean sliding_window?")
+    whole = [named_sizes(name) for name in model_names()]
+    whole += [sizes_from_hf(each) for each in (*FAMILIES.values(), *CONFIGS.glob("*.json"))]
+    assert not [said for sizes in whole for said in sizes.left_out if "is not read" in said]
 
 
 def test_the_text_of_gemma_3_is_read_where_images_are():

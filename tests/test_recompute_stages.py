@@ -206,7 +206,11 @@ def test_cuts_within_layers_of_experts_and_of_divided_sequences(model, plan):
         forward = llama(layers=9, hidden=64, heads=4, kv_heads=4, ffn=256, seq=64, batch=8, vocab=64)
     else:
         forward = expert_models.model(model)
-    without_and_with(forward, plan, ("full", "ops:MatMul"))
+    plain, *others = without_and_with(forward, plan, ("full", "ops:MatMul"))
+    assert all(len(stages) == 1 for _, stages in holders_of(plain))
+    sent = bytes_sent(plain, CLUSTER)
+    for again in (bytes_sent(each, CLUSTER) for each in others):
+        assert all(again[d][what] >= nbytes for d in sent for what, nbytes in sent[d].items())
 
 
 def without_and_with(forward: Function, plan: str, policies: Sequence[str]) -> list[Program]:

@@ -15,13 +15,7 @@ class TrackedFields(ConfigFields):
 
     def __init__(self, origin: str, table: Mapping[str, object], defaults: Mapping[str, object]) -> None:
         super().__init__(origin, table, defaults)
-        self._seen: set[str] = set()
         self._parts: dict[str, TrackedFields] = {}
-
-    def value(self, name: str) -> object:
-        """Return what a field holds, in the file or else by default."""
-        self._seen.add(name)
-        return super().value(name)
 
     def given(self, name: str) -> bool:
         """Whether the file has a field."""
@@ -69,7 +63,7 @@ class TrackedFields(ConfigFields):
 
         Those of tables in it are named as in ``table.field``.
         """
-        left = [name for name in self.table if name not in self._seen]
+        left = self.unasked()
         for name, part in self._parts.items():
             left += [f"{name}.{inner}" for inner in part.unread("")]
         return [name for name in left if not re.fullmatch(without_effect, name)]

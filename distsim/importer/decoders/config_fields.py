@@ -66,10 +66,16 @@ class ConfigFields:
 
     def __init__(self, origin: str, table: Mapping[str, object], defaults: Mapping[str, object]) -> None:
         self.origin, self.table, self.defaults = origin, table, defaults
+        self._seen: set[str] = set()
 
     def value(self, name: str) -> object:
         """Return what a field holds, in the file or else by default; None also where it is in neither."""
+        self._seen.add(name)
         return self.table[name] if name in self.table else self.defaults.get(name)
+
+    def unasked(self) -> list[str]:
+        """Return the fields of the table whose value nobody asked for."""
+        return [name for name in self.table if name not in self._seen]
 
     def refusal(self, name: str, usable: str) -> ImportModelError:
         """Return the error that a field is not usable, and what would be."""

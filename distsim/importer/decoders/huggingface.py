@@ -88,18 +88,18 @@ def sizes_from_hf(config: Config, origin: str = "") -> DecoderSizes:
         instead = near_family(table) or did_you_mean(family, FAMILIES)
         raise fields.refusal("model_type", f"one of {known}{instead}")
     try:
-        return replace(FAMILIES[family](fields), left_out=(*left_out, *_left_out(fields)))
+        sizes = FAMILIES[family](fields)
+        return replace(sizes, left_out=(*left_out, *_left_out(fields)))
     except PlanError as error:  # sizes that do not fit each other
         raise ImportModelError(f"{fields.origin}: {error}") from error
 
 
 def _left_out(fields: ConfigFields) -> tuple[str, ...]:
-    """Say what the file names that the step would have and is not built."""
+    """Say what the file names that is not built, or is a slip of another field."""
     found: list[str] = []
     missing = [name for name in fields.defaults if name not in fields.table]
-    for given in fields.table:
-        short = len(given) <= _LONGEST_FIELD and given not in fields.defaults
-        if short and (near := [name for name in missing if slips(given, name) <= 2]):
+    for given in fields.unasked():
+        if len(given) <= _LONGEST_FIELD and (near := [name for name in missing if slips(given, name) <= 2]):
             found.append(f"{given} is not read; did you mean {near[0]}? It is as in transformers' class")
     if layers := fields.table.get("num_nextn_predict_layers"):
         found.append(f"num_nextn_predict_layers={layers!r:.20}: multi-token prediction is not built")
