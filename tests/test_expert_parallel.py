@@ -269,6 +269,7 @@ def test_a_rank_keeps_its_own_experts_whole_and_divides_their_state_over_those_w
 
     def kept(text: str) -> dict[str, int]:
         program = parallelize(joint, Plan.parse(text), topology_of(8))
+        assert "every tp rank does them all" not in str(program.notes), "a rank's experts are its own"
         return next(iter(program_memory(program).devices.values())).by_kind
 
     h, layers, size = MIXTRAL.hidden, 2, 8

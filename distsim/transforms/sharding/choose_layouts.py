@@ -31,7 +31,15 @@ from distsim.transforms.sharding.layout import (
     moved_bytes,
 )
 from distsim.transforms.sharding.problem_graph import Node, Structure, overwritten
-from distsim.transforms.sharding.strategies import Axis, Decision, Option, Options, rule_of, size_of
+from distsim.transforms.sharding.strategies import (
+    Axis,
+    Decision,
+    Option,
+    Options,
+    divided_share,
+    rule_of,
+    size_of,
+)
 from distsim.transforms.sharding.variable_elimination import EliminationProblem, Table, solve
 
 LINK_SHARE = 1 / 7
@@ -337,19 +345,16 @@ class _Chooser:
             node.times * sum(self._reduced(node, rule_of(node.signature), each))
             for node, each in zip(nodes, chosen, strict=True)
         ]
-        total = sum(node.times * node.flops for node in nodes)
-        done = sum(
-            node.times * node.flops
-            for node, option in zip(nodes, chosen, strict=True)
-            if option.strategy.factor is not None
-        )
+        strategies = {
+            op: option.strategy for node, option in zip(nodes, chosen, strict=True) for op in node.ops
+        }
         return Decision(
-            {op: option.strategy for node, option in zip(nodes, chosen, strict=True) for op in node.ops},
+            strategies,
             tuple([options.states[state] for state in states]),
             self.structure.number,
             sum(sent.values()) + sum(reduced),
             proven,
-            done / total if total else 1.0,
+            divided_share(nodes, strategies),
             cost,
             (*picked, *states),
             self._undivided(chosen),

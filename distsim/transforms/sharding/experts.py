@@ -21,7 +21,15 @@ from distsim.ops.sharding_rule import Pieces, factors_of
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
 from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate, propagate_back
-from distsim.transforms.sharding.strategies import EXPERTS, Allowed, Decision, Options, Strategy, rule_of
+from distsim.transforms.sharding.strategies import (
+    EXPERTS,
+    Allowed,
+    Decision,
+    Options,
+    Strategy,
+    divided_share,
+    rule_of,
+)
 
 
 def expert_options(
@@ -111,9 +119,11 @@ class ByExperts:
 
     def along(self, own: Decision) -> Decision:
         """Return the decision along an axis that has ranks of experts: its ``own`` elsewhere."""
+        strategies = {**own.strategies, **self.strategies}
         return replace(
             own,
-            strategies={**own.strategies, **self.strategies},
+            strategies=strategies,
+            divided=divided_share(self.structure.nodes, strategies) if own.strategies else own.divided,
             groups=tuple([self.groups.get(number, state) for number, state in enumerate(own.groups)]),
             choices=(*own.choices, *self.choice.choices),
         )

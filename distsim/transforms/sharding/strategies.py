@@ -368,6 +368,12 @@ class Decision:
         return self.groups[self.number[value]] if self.groups else REPLICATED
 
 
+def divided_share(nodes: Sequence[Node], strategies: Mapping[Op, Strategy]) -> float:
+    """Return the share of the matrix flops that these strategies divide over the ranks."""
+    flops = [(node.times * node.flops, strategies[node.op].factor) for node in nodes if node.flops]
+    return sum(n for n, factor in flops if factor is not None) / sum(n for n, _ in flops) if flops else 1.0
+
+
 @dataclass(frozen=True)
 class Axis:
     """What the choice may do: ``options`` on ``ranks`` ranks, the batch in ``parts`` parts."""
