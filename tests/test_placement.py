@@ -220,10 +220,33 @@ def test_the_assignment_is_the_cheapest(problem):
 @given(problems(), st.integers(1, 30))
 @settings(max_examples=200)
 def test_with_small_tables_the_assignment_is_valid_and_does_not_claim_too_much(problem, limit):
-    found, optimum = solve(problem, limit=limit), brute_force(problem)
+    found, optimum = solve(problem, (limit,)), brute_force(problem)
     assert cost_of(problem, found.choices) == found.cost
     assert found.cost >= optimum
     assert found.cost == optimum or not found.proven
+
+
+def all_tied(table, count=6):
+    problem = EliminationProblem()
+    for _ in range(count):
+        problem.variable(np.zeros(len(table)))
+    for a, b in itertools.combinations(range(count), 2):
+        problem.pair(a, b, np.array(table, float))
+    return problem
+
+
+def test_a_bound_proves_what_tables_cannot_where_nothing_would_choose_otherwise():
+    agreeing = all_tied([[3, 9, 9], [9, 2, 9], [9, 9, 4]])
+    found = solve(agreeing, (1,))
+    assert found.proven and found.choices == (1,) * 6 and found.cost == 15 * 2
+
+
+def test_larger_tables_are_tried_until_one_proves_the_assignment():
+    unlike = all_tied([[1, 0, 0], [0, 1, 0], [0, 0, 1]])  # two of three colours each: three pairs alike
+    small = solve(unlike, (1,))
+    assert not small.proven and small.cost >= 3
+    found = solve(unlike, (1, 3**6))
+    assert found.proven and found.cost == 3 and cost_of(unlike, found.choices) == 3
 
 
 def test_costs_of_a_pair_are_given_in_either_order_and_add_up():
@@ -273,7 +296,7 @@ def test_solving_leaves_the_problem_as_it_was():
     a, b = problem.variable([1, 2]), problem.variable([3, 4])
     problem.pair(a, b, np.eye(2))
     assert solve(problem) == solve(problem)
-    assert solve(problem, limit=1) == solve(problem, limit=1)
+    assert solve(problem, (1,)) == solve(problem, (1,))
 
 
 def test_contradictory_demands_cost_infinity():

@@ -141,6 +141,17 @@ def test_weights_lie_as_megatron_has_them_however_few_heads_of_keys_there_are(te
         assert {op.inputs[0].type.nbytes for op in scatters if op.attributes["axis"] == "tp"} == {whole}
 
 
+def test_of_norms_of_all_heads_together_each_rank_takes_its_heads():
+    """OLMo 2: queries and keys are gathered for their norms and again, with their gradients, for those of
+    backward. What comes out is whole, and nothing of it is summed over ranks or scattered."""
+    sizes = replace(LLAMA, attention=GroupedHeads(A, norm="all"))
+    found = of_a_layer(sizes, Plan(tp=2, sp="on"))
+    assert {(kind, nbytes): n for (kind, nbytes), n in found.items() if nbytes == 2 * SBH} == {
+        ("all_gather", 2 * SBH): 6 + 2 + 4,
+        ("reduce_scatter", 2 * SBH): 4,
+    }
+
+
 def test_a_norm_behind_a_product_is_divided():
     """Gemma 2 has four norms a layer, two of them behind a product: none runs on the whole sequence."""
     sizes = replace(LLAMA, attention=GroupedHeads(A), norm=replace(LLAMA.norm, place="around"))

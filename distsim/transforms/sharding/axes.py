@@ -15,7 +15,14 @@ from distsim.ops.sharding_rule import factors_of
 from distsim.transforms.sharding.choose_layouts import decide
 from distsim.transforms.sharding.layout import PARTIAL, REPLICATED, DividedAxis, State, sharded
 from distsim.transforms.sharding.problem_graph import Node, Structure
-from distsim.transforms.sharding.roles import Mark, Marks, marked, propagate
+from distsim.transforms.sharding.roles import (
+    Mark,
+    Marks,
+    marked,
+    met_in_products,
+    propagate,
+    propagate_back,
+)
 from distsim.transforms.sharding.strategies import (
     Allowed,
     Axis,
@@ -75,6 +82,9 @@ def tensor_options(
     made = [op.outputs[0] for op in vocabulary if op.op_type == "GatherGrad"]
     seeds |= {v: _dimensions(v, as_tensor(v.type, v.name).rank, pieces) for v in made}
     marks = propagate(function, seeds)
+    met = met_in_products([op for node in structure.nodes if node.flops for op in node.ops], marks, kept)
+    if met:
+        marks = propagate(function, propagate_back(function, met) | seeds)
     routers = _choosing(structure, kept) if sequence else frozenset[Node]()
     added = _adding_tables(structure, marks, kept) if sequence else {}
 

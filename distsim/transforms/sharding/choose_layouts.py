@@ -55,8 +55,6 @@ INSISTENT = 1e7
 """How many times undivided flops count then."""
 BATCH_TOUCH_WEIGHT = 1e3
 """The cost of a byte touched, over the batch and a sequence, of which every op is divided if it can be."""
-NARROW, WIDE = 1_000_000, 10_000_000
-"""Entries of the tables of a choice: of one with a sequence to divide ten times as many, which proves it."""
 WHOLE = 0
 """The number of the state REPLICATED."""
 READER_WEIGHT = 1e-9
@@ -172,7 +170,7 @@ class _Chooser:
         """Return the least-cost placement when undivided flops count ``insistence`` times."""
         for number, variable in enumerate(self.ops):
             self.problem.unary[variable] = np.array(self._cost(number, insistence))
-        solution = solve(self.problem, WIDE if self.axis.options.spread else NARROW)
+        solution = solve(self.problem)
         if not np.isfinite(solution.cost):
             raise PlanError(
                 f"{self.structure.name}: no way to run it on {self.axis.ranks} ranks agrees with the "

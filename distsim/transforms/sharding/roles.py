@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Tensor, Value, all_ops
@@ -140,6 +140,27 @@ def _mark_op(op: Op, marks: Marks, forward: bool, known: _Known | None) -> None:
         _mark(marks, value, _labelled(dims, found))
     if known is not None:
         known[op] = tuple(map(marks.get, given))
+
+
+def met_in_products(products: Iterable[Op], marks: Marks, data: Marks) -> Marks:
+    """Return the dimensions, of what data make, that products have in common with marked ones of the other.
+
+    Of attention these are heads of queries and keys, where those of values alone follow from parameters: a
+    norm of all heads together is between. ``data`` are the dimensions that follow from data.
+    """
+    found: Marks = {}
+    for op in products:
+        rule = rule_of(signature_of(op))
+        if rule is None:
+            continue
+        ends = [(v, dims) for v, dims in zip(op.inputs, rule.inputs, strict=True) if data.get(v)]
+        if len(ends) < 2:
+            continue
+        met = _factors([value for value, _ in ends], [dims for _, dims in ends], marks)
+        for value, dims in ends:
+            fresh = _labelled(dims, met) - marks.get(value, frozenset())
+            _mark(found, value, frozenset([mark for mark in fresh if (mark[0], None) not in data[value]]))
+    return {value: dims for value, dims in found.items() if dims}
 
 
 def marked(op: Op, marks: Marks) -> Callable[[str, Parts], bool]:

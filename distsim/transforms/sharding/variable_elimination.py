@@ -2,8 +2,10 @@
 
 Exact dynamic programming over a graph of pairwise costs (bucket elimination, Dechter 1999): a chain
 costs what the usual dynamic program costs, a general graph as much as its width asks for. Where an
-elimination table would pass ``limit`` entries, the variable with most neighbours is fixed at its
-cheapest local choice instead, and the result says that it is no longer proven.
+elimination table would pass a limit of entries, the variable with most neighbours is fixed at its
+cheapest local choice instead. Then a lower bound is taken in the same order, in which each table chooses
+such a variable for itself (mini-buckets, Dechter and Rish 2003): where no table would choose otherwise, the
+assignment costs as much as the bound, which proves it. Where it does not, larger tables are tried.
 
 In which order variables are eliminated depends only on how many choices they have and on which of them are
 tied, not on what the choices cost, so problems of one shape (a model on 2, 4, 8 ranks) share one order.
@@ -14,7 +16,7 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -30,6 +32,12 @@ SMALL = 4096
 
 LARGE = 100_000
 """The sums of tables of more entries are made with axes side by side that the same tables have."""
+
+LIMITS = (100_000, 1_000_000, 10_000_000)
+"""The entries that tables may have, until an assignment is proven."""
+
+ROUNDING = 1e-12
+"""Share of its cost by which an assignment and the bound that proves it may differ: sums in another order."""
 
 Scope = tuple[int, ...]
 """Variables, in order, whose choices together have a cost."""
@@ -213,34 +221,46 @@ class Solution:
     proven: bool
 
 
-def solve(problem: EliminationProblem, limit: int = 1_000_000) -> Solution:
-    """Return a least-cost assignment; infinite ``cost`` means that there is none."""
-    tied = [pair for pair, table in problem.pairs.items() if 1 not in table.shape]
-    plan = order(tuple(problem.sizes), tuple(tied), limit)
-    run = _Elimination(problem, plan.slots)
-    for step in plan.steps:
-        if isinstance(step, Eliminate):
-            run.eliminate(step)
-        else:
-            run.fix(step)
-    return run.solution()
+def solve(problem: EliminationProblem, limits: Sequence[int] = LIMITS) -> Solution:
+    """Return a least-cost assignment; infinite ``cost`` means that there is none.
+
+    The least that was found where tables of none of the ``limits`` prove one.
+    """
+    tied = tuple([pair for pair, table in problem.pairs.items() if 1 not in table.shape])
+    tried: list[Solution] = []
+    for limit in limits:
+        plan = order(tuple(problem.sizes), tied, limit)
+        found = _Elimination(problem, plan).solution()
+        if not found.proven:
+            bound = _LowerBound(problem, plan).cost
+            found = replace(found, proven=math.isclose(found.cost, bound, rel_tol=ROUNDING))
+        if found.proven:
+            return found
+        tried.append(found)
+    return min(tried, key=lambda each: each.cost)
 
 
 class _Elimination:
     """Does what an order says with the costs of a problem."""
 
-    def __init__(self, problem: EliminationProblem, slots: int) -> None:
+    def __init__(self, problem: EliminationProblem, plan: EliminationOrder) -> None:
         self.tables: list[Table | None] = [*problem.unary]
         self.removed: list[tuple[int, Scope, list[Table]]] = []
         self.count = len(problem.sizes)
-        self.cost, self.proven = 0.0, True
+        self.cost: float = 0.0
+        self.proven = True
         for (first, second), table in problem.pairs.items():
             if 1 in table.shape:  # one side has no choice: not a tie between them
                 self.add(second if table.shape[0] == 1 else first, table.reshape(-1))
             else:
                 self.tables.append(table)
-        self.tables += [None] * (slots - len(self.tables))
+        self.tables += [None] * (plan.slots - len(self.tables))
         self.cost += float(sum(self.of(v)[0] for v, size in enumerate(problem.sizes) if size == 1))
+        for step in plan.steps:
+            if isinstance(step, Eliminate):
+                self.eliminate(step)
+            else:
+                self.fix(step)
 
     def of(self, slot: int) -> Table:
         found = self.tables[slot]
@@ -275,10 +295,8 @@ class _Elimination:
 
     def fix(self, step: Fix) -> None:
         """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
-        own = costs = self.of(step.variable)
-        for slot, axis, _ in step.tables:
-            table = self.of(slot)
-            costs = costs + table.min(axis=tuple(i for i in range(table.ndim) if i != axis))
+        own = self.of(step.variable)
+        costs = own + sum(self.least(step))
         best = int(costs.argmin())
         self.removed.append((step.variable, (), [costs]))
         self.proven = False
@@ -286,6 +304,11 @@ class _Elimination:
         for slot, axis, target in step.tables:
             self.add(target, np.take(self.of(slot), best, axis=axis))
             self.tables[slot] = None
+
+    def least(self, step: Fix) -> list[Table]:
+        """Return per table what each choice of a variable costs at least in it."""
+        tables = [(self.of(slot), axis) for slot, axis, _ in step.tables]
+        return [table.min(axis=tuple(i for i in range(table.ndim) if i != axis)) for table, axis in tables]
 
     def solution(self) -> Solution:
         choices = [0] * self.count
@@ -297,6 +320,28 @@ class _Elimination:
                 costs = costs + part[(slice(None), *_places(at, part))]
             choices[variable] = int(costs.argmin())
         return Solution(tuple(choices), self.cost, self.proven)
+
+
+class _LowerBound(_Elimination):
+    """Does the same for a bound: ``cost`` is at most what any assignment costs."""
+
+    def fix(self, step: Fix) -> None:
+        """Let each table choose for itself, when what a choice costs at least was made the same in all.
+
+        What is added to one table is taken off others, so the sum of an assignment stays. They would choose
+        alike then if nothing but the least were asked of each.
+        """
+        least = self.least(step)
+        costs = self.of(step.variable) + sum(least)
+        if not least:
+            self.cost += float(costs.min())
+        for (slot, axis, target), own in zip(step.tables, least, strict=True):
+            table = self.of(slot)
+            shape = [-1 if i == axis else 1 for i in range(table.ndim)]
+            # What cannot be in one table cannot be in any: infinite less infinite is no number.
+            added = np.subtract(costs / len(least), own, out=np.zeros_like(costs), where=np.isfinite(own))
+            self.add(target, (table + added.reshape(shape)).min(axis=axis))
+            self.tables[slot] = None
 
 
 def _sum(parts: Sequence[Table]) -> Table:
