@@ -14,7 +14,6 @@ from distsim.hardware import collective_time
 from distsim.ir import Device, Float, FunctionMaker, Int64, Mesh, Tensor, Topology
 from distsim.ops.communication import gather, scatter
 from distsim.ops.parts import join_parts, take_part
-from distsim.transforms.sharding import variable_elimination
 from distsim.transforms.sharding.layout import (
     PARTIAL,
     REPLICATED,
@@ -217,13 +216,14 @@ def test_the_assignment_is_the_cheapest(problem):
     assert cost_of(problem, found.choices) == found.cost
 
 
-@given(problems(), st.integers(1, 30))
-@settings(max_examples=200)
-def test_with_small_tables_the_assignment_is_valid_and_does_not_claim_too_much(problem, limit):
-    found, optimum = solve(problem, (limit,)), brute_force(problem)
+@given(problems(), st.integers(1, 30), st.sampled_from([1, 4, 10_000]))
+@settings(max_examples=300)
+def test_with_small_tables_the_assignment_is_valid_and_does_not_claim_too_much(problem, limit, branches):
+    found, optimum = solve(problem, (limit,), branches), brute_force(problem)
     assert cost_of(problem, found.choices) == found.cost
     assert found.cost >= optimum
     assert found.cost == optimum or not found.proven
+    assert found.proven or branches < 10_000
 
 
 def all_tied(table, count=6):
@@ -237,15 +237,15 @@ def all_tied(table, count=6):
 
 def test_a_bound_proves_what_tables_cannot_where_nothing_would_choose_otherwise():
     agreeing = all_tied([[3, 9, 9], [9, 2, 9], [9, 9, 4]])
-    found = solve(agreeing, (1,))
+    found = solve(agreeing, (1,), 1)
     assert found.proven and found.choices == (1,) * 6 and found.cost == 15 * 2
 
 
-def test_larger_tables_are_tried_until_one_proves_the_assignment():
+def test_choices_are_gone_through_until_one_is_proven():
     unlike = all_tied([[1, 0, 0], [0, 1, 0], [0, 0, 1]])  # two of three colours each: three pairs alike
-    small = solve(unlike, (1,))
-    assert not small.proven and small.cost >= 3
-    found = solve(unlike, (1, 3**6))
+    first = solve(unlike, (1,), 1)
+    assert not first.proven and first.cost >= 3
+    found = solve(unlike, (1,), 3**6)
     assert found.proven and found.cost == 3 and cost_of(unlike, found.choices) == 3
 
 
@@ -277,18 +277,6 @@ def test_a_long_chain_is_proven_and_is_the_dynamic_program():
     found = solve(problem)
     assert found.proven and found.cost == pytest.approx(best.min(), rel=1e-12)
     assert cost_of(problem, found.choices) == pytest.approx(found.cost, rel=1e-12)
-
-
-def test_sums_of_large_tables_are_those_of_all_axes_apart_to_the_bit(monkeypatch):
-    rng, problem, sizes = np.random.default_rng(0), EliminationProblem(), (3, 6, 4, 2, 5, 4, 6, 3, 4)
-    for size in sizes:
-        problem.variable(rng.random(size))
-    for a, b in itertools.combinations(range(len(sizes)), 2):
-        problem.pair(a, b, rng.random((sizes[a], sizes[b])) * (a + b != 9))
-    assert math.prod(sizes) > variable_elimination.LARGE
-    found = solve(problem)
-    monkeypatch.setattr(variable_elimination, "LARGE", math.inf)
-    assert found == solve(problem) and found.proven
 
 
 def test_solving_leaves_the_problem_as_it_was():

@@ -1,11 +1,11 @@
 """Least-cost assignment of discrete variables by eliminating them one at a time.
 
-Exact dynamic programming over a graph of pairwise costs (bucket elimination, Dechter 1999): a chain
-costs what the usual dynamic program costs, a general graph as much as its width asks for. Where an
+Exact dynamic programming over a graph of pairwise costs (bucket elimination, Dechter 1999). Where an
 elimination table would pass a limit of entries, the variable with most neighbours is fixed at its
 cheapest local choice instead. Then a lower bound is taken in the same order, in which each table chooses
 such a variable for itself (mini-buckets, Dechter and Rish 2003): where no table would choose otherwise, the
-assignment costs as much as the bound, which proves it. Where it does not, larger tables are tried.
+assignment costs as much as the bound, which proves it. Else the choices of such variables are gone through,
+the one of the least bound first (branch and bound, Marinescu and Dechter 2009), to an end.
 
 In which order variables are eliminated depends only on how many choices they have and on which of them are
 tied, not on what the choices cost, so problems of one shape (a model on 2, 4, 8 ranks) share one order.
@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -30,14 +30,11 @@ HUB = 32
 SMALL = 4096
 """The sums of tables of so many entries are kept until the choices are made, of larger ones the tables."""
 
-LARGE = 100_000
-"""The sums of tables of more entries are made with axes side by side that the same tables have."""
-
-LIMITS = (100_000, 1_000_000, 10_000_000)
-"""The entries that tables may have, until an assignment is proven."""
+LIMITS, BRANCHES = (30_000, 100_000, 300_000), 6
+"""The entries that a table may have, and how many sets of choices are tried, until one is proven."""
 
 ROUNDING = 1e-12
-"""Share of its cost by which an assignment and the bound that proves it may differ: sums in another order."""
+"""Share of its cost by which an assignment may pass the bound that proves it: sums in another order."""
 
 Scope = tuple[int, ...]
 """Variables, in order, whose choices together have a cost."""
@@ -73,8 +70,8 @@ class Fix(NamedTuple):
 class EliminationOrder:
     """The steps, and how many slots they need.
 
-    Slots 0 to n-1 hold the costs of each of n variables, those after them the costs of the scopes given, in
-    their order. A step that makes a table adds it to what is in the slot; slot -1 is the total.
+    Slots 0 to n-1 hold the costs of each variable, the next those of the scopes given, in their order. A step
+    that makes a table adds it to what is in the slot; slot -1 is the total.
     """
 
     steps: tuple[Eliminate | Fix, ...]
@@ -85,9 +82,8 @@ class EliminationOrder:
 def order(sizes: tuple[int, ...], scopes: tuple[Scope, ...], limit: int) -> EliminationOrder:
     """Return the order for variables with ``sizes`` choices and costs of ``scopes`` of two or more.
 
-    The variable whose elimination makes the smallest table goes first. Where even that would read a table
-    of more than ``limit`` entries, the variable with most neighbours is fixed instead. Variables with one
-    choice take no part.
+    The variable whose elimination makes the smallest table goes first. Where even that would read one of more
+    than ``limit`` entries, that with most neighbours is fixed instead. Those with one choice take no part.
     """
     return _OrderPlanner(sizes, scopes).run(limit)
 
@@ -221,23 +217,52 @@ class Solution:
     proven: bool
 
 
-def solve(problem: EliminationProblem, limits: Sequence[int] = LIMITS) -> Solution:
+def solve(problem: EliminationProblem, limits: Sequence[int] = LIMITS, most: int = BRANCHES) -> Solution:
     """Return a least-cost assignment; infinite ``cost`` means that there is none.
 
-    The least that was found where tables of none of the ``limits`` prove one.
+    The least that was found where ``most`` branches with tables of the last of the ``limits`` prove none.
     """
     tied = tuple([pair for pair, table in problem.pairs.items() if 1 not in table.shape])
-    tried: list[Solution] = []
-    for limit in limits:
+    best = Solution((), math.inf, False)
+    for number, limit in enumerate(limits, 1):
         plan = order(tuple(problem.sizes), tied, limit)
-        found = _Elimination(problem, plan).solution()
-        if not found.proven:
-            bound = _LowerBound(problem, plan).cost
-            found = replace(found, proven=math.isclose(found.cost, bound, rel_tol=ROUNDING))
-        if found.proven:
-            return found
-        tried.append(found)
-    return min(tried, key=lambda each: each.cost)
+        best = _branched(problem, plan, best, most if number == len(limits) else 1)
+        if best.proven:
+            break
+    return best
+
+
+def _branched(problem: EliminationProblem, plan: EliminationOrder, best: Solution, most: int) -> Solution:
+    """Return the ``best`` or one of ``most`` branches: sets of choices of variables that the order fixes."""
+    fixed = [step.variable for step in plan.steps if isinstance(step, Fix)]
+    found, bound = _bounded(problem, plan, {})
+    best = min(found, best, key=lambda each: each.cost)
+    queue, tried = [(bound, 1, dict[int, int]())], 1
+    while queue and queue[0][0] < best.cost and not math.isclose(queue[0][0], best.cost, rel_tol=ROUNDING):
+        if tried >= most:
+            return best
+        _, _, chosen = heapq.heappop(queue)
+        variable = next(each for each in fixed if each not in chosen)
+        for choice in np.flatnonzero(np.isfinite(problem.unary[variable])).tolist():
+            tried += 1
+            within = {**chosen, variable: choice}
+            found, bound = _bounded(problem, plan, within)
+            best = min(best, found, key=lambda each: each.cost)
+            if len(within) < len(fixed):
+                heapq.heappush(queue, (bound, tried, within))
+    return replace(best, proven=True)
+
+
+def _bounded(
+    problem: EliminationProblem, plan: EliminationOrder, chosen: Mapping[int, int]
+) -> tuple[Solution, float]:
+    """Return an assignment with what is ``chosen`` of some variables, and what any such costs at least."""
+    unary = [*problem.unary]
+    for variable, choice in chosen.items():
+        unary[variable] = np.where(np.arange(len(unary[variable])) == choice, unary[variable], math.inf)
+    problem = replace(problem, unary=unary)
+    found = _Elimination(problem, plan).solution()
+    return found, found.cost if found.proven else _LowerBound(problem, plan).cost
 
 
 class _Elimination:
@@ -285,11 +310,9 @@ class _Elimination:
             parts.append(table.reshape(read.shape))
             self.tables[read.slot] = None
         # Which choice is best is asked in the end, for the choices of the neighbours that were made.
-        if step.entries > SMALL:
-            least = _least_of_large(parts) if step.entries > LARGE else np.minimum.reduce(_sum(parts), axis=0)
-        else:
-            parts = [_sum(parts)]
-            least = np.minimum.reduce(parts[0], axis=0)
+        total = _sum(parts)
+        least = np.minimum.reduce(total, axis=0)
+        parts = parts if step.entries > SMALL else [total]
         self.removed.append((step.variable, step.around, parts))
         self.add(step.slot, least)
 
@@ -328,8 +351,7 @@ class _LowerBound(_Elimination):
     def fix(self, step: Fix) -> None:
         """Let each table choose for itself, when what a choice costs at least was made the same in all.
 
-        What is added to one table is taken off others, so the sum of an assignment stays. They would choose
-        alike then if nothing but the least were asked of each.
+        What is added to one table is taken off others: the sum of an assignment stays.
         """
         least = self.least(step)
         costs = self.of(step.variable) + sum(least)
@@ -349,29 +371,6 @@ def _sum(parts: Sequence[Table]) -> Table:
     for part in parts[1:]:
         total = np.add(total, part, order="C")
     return total
-
-
-def _least_of_large(parts: Sequence[Table]) -> Table:
-    """Return the least of the sum of large tables over their first axis: the same numbers, sooner.
-
-    Most axes have few places, and NumPy adds along the last one at a time. Those that the same tables have
-    are made one, the longest the last; and no sum is there for more than one place of the first axis.
-    """
-    shape = np.broadcast_shapes(*[part.shape for part in parts])
-    had = [tuple([part.shape[axis] > 1 for part in parts]) for axis in range(1, len(shape))]
-    sizes: dict[tuple[bool, ...], int] = {}
-    for tables, size in zip(had, shape[1:], strict=True):
-        sizes[tables] = sizes.get(tables, 1) * size
-    joined = sorted(sizes, key=lambda tables: (sizes[tables], tables))
-    axes = [axis for tables in joined for axis, own in enumerate(had, 1) if own == tables]
-    flat = [
-        part.transpose(0, *axes).reshape(shape[0], *[sizes[tables] if tables[n] else 1 for tables in joined])
-        for n, part in enumerate(parts)
-    ]
-    least = _sum([part[0] for part in flat])
-    for place in range(1, shape[0]):
-        least = np.minimum(least, _sum([part[place] for part in flat]))
-    return least.reshape([shape[axis] for axis in axes]).transpose(np.argsort(axes))
 
 
 def _places(choices: Sequence[int], table: Table) -> Sequence[int]:
