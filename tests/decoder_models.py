@@ -69,6 +69,14 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "rms_norm_eps": 1e-6,
     },
     "olmo2": {"model_type": "olmo2", **_LLAMA, "rms_norm_eps": 1e-6},
+    "smollm3": {
+        **{"model_type": "smollm3", **_LLAMA, "no_rope_layer_interval": 2, "use_sliding_window": True},
+        **{"sliding_window": 3, "rope_theta": 1e4, "rms_norm_eps": 1e-5},
+    },
+    "cohere2": {
+        **{"model_type": "cohere2", **_LLAMA, "logit_scale": 0.5, "sliding_window": 3},
+        "sliding_window_pattern": 2,
+    },
     "qwen2_moe": {
         **{"model_type": "qwen2_moe", **_LLAMA, "num_experts": 4, "num_experts_per_tok": 2},
         **{"moe_intermediate_size": 6, "shared_expert_intermediate_size": 12, "use_sliding_window": True},
@@ -164,9 +172,10 @@ class Reference:
             "falcon",
             "starcoder2",
             "stablelm",
+            "cohere2",
         )  # LayerNorm
-        self.plain = self.centred and self.family != "stablelm"
-        self.parallel = config.get("use_parallel_residual", self.family in ("gpt_neox", "falcon"))
+        self.plain = self.centred and self.family not in ("stablelm", "cohere2")
+        self.parallel = config.get("use_parallel_residual", self.family in ("gpt_neox", "falcon", "cohere2"))
         self.hidden = config.get("hidden_size") or config["n_embd"]
         self.heads = config.get("num_attention_heads") or config["n_head"]
         self.layers = config.get("num_hidden_layers") or config["n_layer"]
@@ -179,7 +188,7 @@ class Reference:
         if self.centred:
             middle = x - x.mean(-1, keepdims=True)
             spread = np.sqrt((middle**2).mean(-1, keepdims=True) + 1e-5)
-            return middle / spread * w[f"{name}.scale"] + w[f"{name}.bias"]
+            return middle / spread * w[f"{name}.scale"] + w.get(f"{name}.bias", 0.0)
         shift = float(self.gemma) if offset is None else offset
         size = np.sqrt((x**2).mean(-1, keepdims=True) + self.config.get("rms_norm_eps", 1e-6))
         return x / size * (w[f"{name}.scale"] + shift)
@@ -188,7 +197,7 @@ class Reference:
         return x @ w[f"{self.named(name)}.w"] + w.get(f"{self.named(name)}.b", 0.0)
 
     def rotated(self, head: np.ndarray, layer: int = 0) -> np.ndarray:
-        if self.gpt:
+        if self.gpt or (layer % 2 and self.family in ("smollm3", "cohere2")):
             return head
         theta = self.config.get("rotary_emb_base", 10_000.0)
         if self.family == "gemma3_text":
@@ -208,8 +217,10 @@ class Reference:
         whole = SEQ
         if self.family in ("mistral", "phi3", "starcoder2"):
             return config["sliding_window"]
-        if self.family in ("gemma2", "gemma3_text"):
+        if self.family in ("gemma2", "gemma3_text", "cohere2"):
             return whole if layer % 2 else config["sliding_window"]
+        if self.family == "smollm3":
+            return config["sliding_window"] if layer % 2 else whole
         if self.family == "qwen2_moe":
             return whole if layer else config["sliding_window"]
         if self.family == "qwen2":
@@ -324,7 +335,8 @@ class Reference:
             made = self.experts(normed, w) if "router.w" in w else self.feed(normed, w)
             x = x + branch * (self.norm(made, w, "norm2_out") if after else made)
         x = self.norm(x, self.all, "norm")
-        logits = x @ self.all.get("head", table.T) / self.config.get("logits_scaling", 1.0)
+        scale = self.config.get("logit_scale", 1.0) / self.config.get("logits_scaling", 1.0)
+        logits = x @ self.all.get("head", table.T) * scale
         cap = self.config.get("final_logit_softcapping")
         logits = cap * np.tanh(logits / cap) if cap else logits
         chosen = logits[np.arange(len(labels)), labels]

@@ -76,6 +76,8 @@ def refused(config: object, batch: int = 1) -> str:
         ("qwen2", {"layer_types": ["full_attention"]}, ("layer_types=a list of 1", "2 items")),
         ("qwen2", {"layer_types": ["full", "none"]}, ("layer_types", "sliding_attention or full_attention")),
         ("qwen3_moe", {"mlp_only_layers": [7]}, ("mlp_only_layers", "0 to 1")),
+        ("smollm3", {"no_rope_layers": [1]}, ("no_rope_layers=a list of 1", "2 items")),
+        ("smollm3", {"no_rope_layers": [1, 2]}, ("no_rope_layers", "1 where a layer has positions")),
         ("qwen3_moe", {"decoder_sparse_step": 0}, ("decoder_sparse_step=0",)),
         ("gemma2", {"attn_logit_softcapping": -1.0}, ("attn_logit_softcapping=-1.0",)),
         ("gemma3_text", {"sliding_window_pattern": 0}, ("sliding_window_pattern=0",)),

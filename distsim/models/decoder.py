@@ -33,13 +33,15 @@ MASKED = -1e4
 
 @dataclass(frozen=True)
 class _LayerKind:
-    """What tells one layer from another: its window (0: none) and the slots of its experts (None: dense).
+    """What tells one layer from another: its window (0: none), the slots of its experts (None: dense), and
+    whether its heads are rotated.
 
     ``load``: what its experts are asked for, and ``theta``, the base of its rotations, are not in the ops.
     """
 
     window: int
     slots: tuple[int, ...] | None
+    turned: bool
     load: Routing | None = field(compare=False)
     theta: float = field(compare=False)
 
@@ -75,13 +77,13 @@ def decoder(
     if sizes.experts is not None and (drawn := [kind.load for kind in kinds if kind.load is not None]):
         top.maker.notes = (describe_loads(drawn, sizes.experts.groups),)
     made = {kind: _layer(sizes, top.like, kind, attention == "math") for kind in dict.fromkeys(kinds)}
-    rotations = _rotations(top, sizes.rotary, [kind.theta for kind in kinds]) if sizes.rotary else {}
+    rotations = _rotations(top, sizes.rotary, [kind.theta for kind in kinds if kind.turned])
     windows = dict.fromkeys(kind.window for kind in kinds) if attention == "math" else ()
     masks = {window: {"causal": _mask(top, window)} for window in windows}
     losses: list[Value] = []
     for index, kind in enumerate(kinds):
         layer = made[kind]
-        tables = rotations.get(kind.theta, {}) | masks.get(kind.window, {})
+        tables = (rotations[kind.theta] if kind.turned else {}) | masks.get(kind.window, {})
         own = [top.parameter(f"h{index}.{v.name}", *_shape(v)) for v in layer.parameters]
         inputs = [x, *tables.values(), *own]
         names = [f"x{index}", f"aux_loss{index}"][: len(layer.outputs)]
@@ -131,7 +133,13 @@ def _kinds(sizes: DecoderSizes, seq: int, loads: Loads) -> list[_LayerKind]:
     bases = [sizes.positions.base(bool(window)) for window in windows]
     slots = {index: load.slots for index, load in found.items()}
     return [
-        _LayerKind(window if window < seq else 0, slots.get(index), found.get(index), base)
+        _LayerKind(
+            window if window < seq else 0,
+            slots.get(index),
+            sizes.positions.turns(index),
+            found.get(index),
+            base,
+        )
         for index, (window, base) in enumerate(zip(windows, bases, strict=True))
     ]
 
@@ -141,7 +149,7 @@ def _layer(sizes: DecoderSizes, x_type: Tensor, kind: _LayerKind, masked: bool) 
     second to what the first made of it or both at once (``sizes.branches``)."""
     names = sizes.names
     name = names.dense_layer if kind.load is None else names.expert_layer
-    layer = LayerMaker(name, x_type, sizes.rotary, masked)
+    layer = LayerMaker(name, x_type, sizes.rotary if kind.turned else 0, masked)
     normed = _before(layer, sizes, layer.x, names.norm1)
     with layer.within("attention"):
         attended = _attention(layer, sizes, normed, kind.window)

@@ -55,7 +55,8 @@ class Positions:
 
     ``context``: the longest sequence that the model was made for; beyond it there is no learned position.
     ``skipped``: rows of the table ahead of those, which no token reads (OPT has two). ``local_theta``: the
-    base in layers with a window, None being the same (Gemma 3 has another).
+    base in layers with a window, None being the same (Gemma 3 has another). ``turned``, repeated over the
+    layers: whether heads are rotated (Yang et al. 2025, NoPE in every so-many-th layer).
     """
 
     context: int = 8192
@@ -63,8 +64,11 @@ class Positions:
     theta: float = 10_000.0
     skipped: int = 0
     local_theta: float | None = None
+    turned: tuple[bool, ...] = (True,)
 
     def __post_init__(self) -> None:
+        if not self.turned:
+            raise PlanError("turned=() says of no layer whether its heads are rotated; leave it as (True,)")
         check_sizes(context=self.context)
         check_counts(skipped=self.skipped)
         for name, base in (("theta", self.theta), ("local_theta", self.base(True))):
@@ -74,6 +78,10 @@ class Positions:
     def base(self, windowed: bool) -> float:
         """Return the base of the rotations of layers with a window, or of the others."""
         return self.local_theta if windowed and self.local_theta is not None else self.theta
+
+    def turns(self, layer: int) -> bool:
+        """Whether the heads of a layer are rotated."""
+        return not self.learned and self.turned[layer % len(self.turned)]
 
 
 @dataclass(frozen=True)
@@ -155,7 +163,7 @@ class DecoderSizes:
             raise PlanError(
                 f"branches={self.branches!r} is not one of {choices_for(self.branches, BRANCHES)}"
             )
-        self.attention.check(self.hidden, not self.positions.learned)
+        self.attention.check(self.hidden, not self.positions.learned and all(self.positions.turned))
         check_elements(self._largest())
 
     def _largest(self) -> list[tuple[str, int]]:

@@ -16,8 +16,17 @@ from distsim.importer.decoders.family_fields import (
     rotary_positions,
     whole_rotary,
     window_of,
+    windowed_layers,
 )
-from distsim.importer.decoders.layer_norm_families import falcon, gpt2, gpt_neox, opt, stablelm, starcoder2
+from distsim.importer.decoders.layer_norm_families import (
+    cohere2,
+    falcon,
+    gpt2,
+    gpt_neox,
+    opt,
+    stablelm,
+    starcoder2,
+)
 from distsim.models.decoder_sizes import MIXED_NAMES, DecoderSizes, DropoutRates, ExpertLayers, Positions
 from distsim.models.mixture import MAX_EXPERTS, Mixture
 from distsim.models.parts.attention import Latent
@@ -52,6 +61,21 @@ def _llama(fields: ConfigFields) -> DecoderSizes:
     return replace(sizes, feed_forward=replace(sizes.feed_forward, bias=fields.flag("mlp_bias")))
 
 
+def _smollm3(fields: ConfigFields) -> DecoderSizes:
+    """Llama whose heads are not rotated in some layers; windows, if they are used, are in those."""
+    sizes, every = _llama(fields), fields.count("no_rope_layer_interval", most=MAX_CONFIG_LAYERS)
+    given = fields.items("no_rope_layers", sizes.layers) or [
+        (i + 1) % every != 0 for i in range(sizes.layers)
+    ]
+    if len(given) != sizes.layers or any(each not in (0, 1) for each in given):
+        raise fields.refusal("no_rope_layers", f"{sizes.layers} items, 1 where a layer has positions, else 0")
+    turned = tuple([bool(each) for each in given])
+    if fields.flag("use_sliding_window"):
+        windowed = windowed_layers(fields, tuple([not each for each in turned]))
+        sizes = _with_heads(sizes, window=window_of(fields), windowed=windowed)
+    return replace(sizes, positions=replace(sizes.positions, turned=turned))
+
+
 def _granite(fields: ConfigFields) -> DecoderSizes:
     """Llama whose embeddings, scores, branches and logits are scaled (maximal update parametrization)."""
     sizes = _with_heads(_llama(fields), scale=fields.number("attention_multiplier"))
@@ -75,18 +99,6 @@ def _phi3(fields: ConfigFields) -> DecoderSizes:
     turned = rotary_dims(fields, grouped_heads(fields).size(sizes.hidden))
     dropout = replace(sizes.dropout, residual=fields.rate("resid_pdrop"))
     return replace(_with_heads(sizes, window=window_of(fields), rotary_dims=turned), dropout=dropout)
-
-
-def _windowed(fields: ConfigFields, default: tuple[bool, ...]) -> tuple[bool, ...]:
-    """Which layers have the window: as ``layer_types`` lists them, unless it is null."""
-    layers = fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS)
-    types = fields.items("layer_types", layers)
-    if not types:
-        return default
-    known = {"sliding_attention": True, "full_attention": False}
-    if len(types) != layers or any(not isinstance(each, str) or each not in known for each in types):
-        raise fields.refusal("layer_types", f"{layers} items, each {' or '.join(known)}")
-    return tuple(known[cast(str, each)] for each in types)
 
 
 def _mixtral(fields: ConfigFields) -> DecoderSizes:
@@ -113,7 +125,7 @@ def _qwen_windows(fields: ConfigFields) -> dict[str, object]:
     default = tuple(
         index >= first for index in range(fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS))
     )
-    return {"window": window_of(fields), "windowed": _windowed(fields, default)}
+    return {"window": window_of(fields), "windowed": windowed_layers(fields, default)}
 
 
 def _qwen3_heads(fields: ConfigFields) -> DecoderSizes:
@@ -128,7 +140,7 @@ def _qwen2_moe(fields: ConfigFields) -> DecoderSizes:
     if fields.flag("use_sliding_window"):
         last = fields.count("max_window_layers", least=0)
         default = tuple(index % 2 == 0 and index < last for index in range(sizes.layers))
-        sizes = _with_heads(sizes, window=window_of(fields), windowed=_windowed(fields, default))
+        sizes = _with_heads(sizes, window=window_of(fields), windowed=windowed_layers(fields, default))
     made = _with_qwen_experts(fields, sizes)
     width, name = fields.count("moe_intermediate_size"), "shared_expert_intermediate_size"
     shared = fields.count(name)
@@ -193,7 +205,7 @@ def _with_caps(fields: ConfigFields, windowed: tuple[bool, ...], positions: Posi
             scale=fields.number("query_pre_attn_scalar") ** -0.5,
             softcap=fields.cap("attn_logit_softcapping"),
             window=window_of(fields),
-            windowed=_windowed(fields, windowed),
+            windowed=windowed_layers(fields, windowed),
         ),
         norm=replace(sizes.norm, place="around"),
         softcap=fields.cap("final_logit_softcapping"),
@@ -309,6 +321,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "gemma3_text": _gemma3,
     "glm4": _glm4,
     "granite": _granite,
+    "smollm3": _smollm3,
     "olmo2": _olmo2,
     "olmoe": _olmoe,
     "phi3": _phi3,
@@ -318,6 +331,7 @@ FAMILIES: dict[str, Callable[[ConfigFields], DecoderSizes]] = {
     "falcon": falcon,
     "starcoder2": starcoder2,
     "stablelm": stablelm,
+    "cohere2": cohere2,
     "deepseek_v2": _deepseek,
     "deepseek_v3": _deepseek,
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import cast
 
 from distsim.importer.decoders.config_fields import ConfigFields
 from distsim.models.decoder_sizes import Positions
@@ -59,6 +60,18 @@ def grouped_heads(fields: ConfigFields) -> GroupedHeads:
 def window_of(fields: ConfigFields) -> int:
     """How many tokens a query sees, 0 being all."""
     return fields.maybe_count("sliding_window") or 0
+
+
+def windowed_layers(fields: ConfigFields, default: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which layers have the window: as ``layer_types`` lists them, unless it is null."""
+    layers = fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS)
+    types = fields.items("layer_types", layers)
+    if not types:
+        return default
+    known = {"sliding_attention": True, "full_attention": False}
+    if len(types) != layers or any(not isinstance(each, str) or each not in known for each in types):
+        raise fields.refusal("layer_types", f"{layers} items, each {' or '.join(known)}")
+    return tuple(known[cast(str, each)] for each in types)
 
 
 def rotary_dims(fields: ConfigFields, size: int, name: str = "partial_rotary_factor") -> int | None:

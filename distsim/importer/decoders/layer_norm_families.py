@@ -1,4 +1,5 @@
-"""Families of Hugging Face with LayerNorm: GPT-2, OPT, GPT-NeoX, Falcon, StarCoder 2 and StableLM."""
+"""Families of Hugging Face with LayerNorm: GPT-2, OPT, GPT-NeoX, Falcon, StarCoder 2, StableLM
+and Cohere 2."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from distsim.importer.decoders.family_fields import (
     rotary_positions,
     whole_rotary,
     window_of,
+    windowed_layers,
 )
 from distsim.models.decoder_sizes import GPT_NAMES, DecoderSizes, DropoutRates, Positions
 from distsim.models.parts.attention import GroupedHeads
@@ -171,4 +173,27 @@ def stablelm(fields: ConfigFields) -> DecoderSizes:
         dropout=DropoutRates(attention=fields.rate("attention_dropout")),
         tied=fields.flag("tie_word_embeddings"),
         branches="parallel_one_norm" if fields.flag("use_parallel_residual") else "sequential",
+    )
+
+
+def cohere2(fields: ConfigFields) -> DecoderSizes:
+    """Both branches of one norm without a bias; layers with a window have rotated heads, here in another
+    order of their columns, the others no positions."""
+    hidden, heads, bias = fields.count("hidden_size"), grouped_heads(fields), fields.flag("attention_bias")
+    if heads.head_dim is not None:
+        refuse_unread(fields, {"head_dim": hidden // heads.heads})
+    every, window = fields.count("sliding_window_pattern", most=MAX_CONFIG_LAYERS), window_of(fields)
+    windowed = windowed_layers(fields, (True,) * (every - 1) + (False,))
+    return DecoderSizes(
+        fields.count("num_hidden_layers", most=MAX_CONFIG_LAYERS),
+        hidden,
+        fields.count("vocab_size"),
+        replace(heads, bias=bias, out_bias=bias, window=window, windowed=windowed),
+        FeedForward(fields.count("intermediate_size"), fields.choice("hidden_act", ACTIVATIONS)),
+        norm=Norm("layer", fields.number("layer_norm_eps"), bias=False),
+        positions=replace(whole_rotary(fields), turned=windowed if window else (False,)),
+        dropout=DropoutRates(attention=fields.rate("attention_dropout")),
+        tied=fields.flag("tie_word_embeddings"),
+        logit_scale=fields.number("logit_scale"),
+        branches="parallel_one_norm",
     )

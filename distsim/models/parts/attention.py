@@ -122,7 +122,9 @@ class Latent:
     def check(self, hidden: int, rotary: bool) -> None:
         """Raise :class:`PlanError` without rotary positions: nothing else has to fit."""
         if not rotary:
-            raise PlanError("latent attention has rotary positions: leave out learned ones")
+            raise PlanError(
+                "latent attention has rotary positions in all layers: leave out learned ones and turned="
+            )
 
 
 def grouped_attention(

@@ -31,17 +31,18 @@ def check_activation(activation: str) -> None:
 
 @dataclass(frozen=True)
 class Norm:
-    """A normalization: ``layer`` (Ba et al. 2016) with a bias, or ``rms`` (Zhang and Sennrich 2019).
+    """A normalization: ``layer`` (Ba et al. 2016), or ``rms`` (Zhang and Sennrich 2019).
 
-    ``offset`` is added to the weight: 1 in Gemma, whose weights begin at zero. ``place``: of the
-    norms of a layer, ``before`` attention and feed-forward; ``after`` them, before the residual sum (OLMo 2);
-    or ``around`` them, both (Gemma 2).
+    ``bias``: whether ``layer`` has one (Cohere's have none). ``offset`` is added to the weight: 1 in Gemma,
+    whose weights begin at zero. ``place``: of the norms of a layer, ``before`` attention and feed-forward;
+    ``after`` them, before the residual sum (OLMo 2); or ``around`` them, both (Gemma 2).
     """
 
     kind: str = "rms"
     epsilon: float = 1e-5
     offset: float = 0.0
     place: str = "before"
+    bias: bool = True
 
     def __post_init__(self) -> None:
         if self.kind not in ("layer", "rms"):
@@ -95,8 +96,8 @@ class PartMaker:
                 scale = self("Add", scale, name=f"{name}.weight", B=norm.offset)
             if norm.kind == "rms":
                 return self("RMSNormalization", source, scale, name=output, **attributes)
-            bias = self.parameter(f"{name}.bias", width)
-            return self("LayerNormalization", source, scale, bias, name=output, **attributes)
+            bias = [self.parameter(f"{name}.bias", width)] if norm.bias else []
+            return self("LayerNormalization", source, scale, *bias, name=output, **attributes)
 
     def capped(self, source: Value, cap: float, name: str) -> Value:
         """``cap`` tanh(source / cap), or the source where the cap is 0 (Bello et al. 2016; Gemma 2)."""
