@@ -176,7 +176,7 @@ def test_options_override_fields_and_batch_and_seq_are_bindings():
     assert load_model("llama2-7b:layers=1").inputs[0].type.shape == (8, 4096)
     assert function.notes == ("sequences of 16 tokens",)
     longer = load_model("llama2-7b:layers=1,hidden=64,heads=4,ffn=96,vocab=32", 1, "seq=4097")
-    assert longer.notes == ("sequences of 4097 tokens, the model was made for 4096",)
+    assert longer.notes == ("sequences of 4097 tokens, past the 4096 of its configuration",)
 
 
 @pytest.mark.parametrize(("multiple", "rows"), [(1, 50257), (128, 50304), (256, 50432)])

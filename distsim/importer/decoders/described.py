@@ -168,8 +168,8 @@ def decoder_of(
     # A sequence that ranks do not divide is refused by the plan, which knows the degrees that do.
     if sizes.experts is not None and sizes.experts.groups == 1 and seq % groups == 0:
         sizes = replace(sizes, experts=replace(sizes.experts, groups=groups))
-    made = sizes.positions.context  # rotary ones go on
-    notes = [f"sequences of {seq} tokens" + (f", the model was made for {made}" if seq > made else "")]
+    said = sizes.positions.context  # rotary ones go on, and may be rescaled to
+    notes = [f"sequences of {seq} tokens" + (f", past the {said} of its configuration" if seq > said else "")]
     padded = -(-sizes.vocab // vocabulary_multiple) * vocabulary_multiple
     if padded != sizes.vocab:
         notes.append(f"vocabulary of {sizes.vocab} padded to {padded}, a multiple of {vocabulary_multiple}")

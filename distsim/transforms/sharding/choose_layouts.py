@@ -172,8 +172,9 @@ class _Chooser:
             self.problem.unary[variable] = np.array(self._cost(number, insistence))
         solution = solve(self.problem)
         if not np.isfinite(solution.cost):
+            agrees = "agrees" if solution.proven else "was found that agrees"
             raise PlanError(
-                f"{self.structure.name}: no way to run it on {self.axis.ranks} ranks agrees with the "
+                f"{self.structure.name}: no way to run it on {self.axis.ranks} ranks {agrees} with the "
                 "placements that are given"
             )
         picked = [chosen[solution.choices[v]] for chosen, v in zip(self.options, self.ops, strict=True)]

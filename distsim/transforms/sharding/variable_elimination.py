@@ -30,8 +30,12 @@ HUB = 32
 SMALL = 4096
 """The sums of tables of so many entries are kept until the choices are made, of larger ones the tables."""
 
-LIMITS, BRANCHES = (30_000, 100_000, 300_000), 6
-"""The entries that a table may have, and how many sets of choices are tried, until one is proven."""
+LIMITS = (30_000, 1_000_000, 100_000)
+"""The entries that a table may have, one after the other until an assignment is proven: larger tables are
+mostly better, not always. Branches are tried with the last."""
+
+BRANCHES, SEARCHED = 12, 1000
+"""How many sets of choices are tried until one is proven, and where none is possible."""
 
 ROUNDING = 1e-12
 """Share of its cost by which an assignment may pass the bound that proves it: sums in another order."""
@@ -218,7 +222,7 @@ class Solution:
 
 
 def solve(problem: EliminationProblem, limits: Sequence[int] = LIMITS, most: int = BRANCHES) -> Solution:
-    """Return a least-cost assignment; infinite ``cost`` means that there is none.
+    """Return a least-cost assignment; infinite ``cost`` means that there is none, if it is ``proven``.
 
     The least that was found where ``most`` branches with tables of the last of the ``limits`` prove none.
     """
@@ -239,7 +243,7 @@ def _branched(problem: EliminationProblem, plan: EliminationOrder, best: Solutio
     best = min(found, best, key=lambda each: each.cost)
     queue, tried = [(bound, 1, dict[int, int]())], 1
     while queue and queue[0][0] < best.cost and not math.isclose(queue[0][0], best.cost, rel_tol=ROUNDING):
-        if tried >= most:
+        if tried >= (most if most == 1 or math.isfinite(best.cost) else SEARCHED):
             return best
         _, _, chosen = heapq.heappop(queue)
         variable = next(each for each in fixed if each not in chosen)
