@@ -4,7 +4,7 @@ import re
 
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from program_models import invent
 
@@ -69,6 +69,7 @@ def test_what_is_said_of_a_step_that_overlaps_the_next():
 
 
 @given(st.integers(0, 10**6))
+@settings(max_examples=50)
 def test_a_step_follows_within_a_step_and_after_what_a_rank_computes(seed):
     case = invent(seed)
     step = Simulator(case.cost_model, case.overlap).simulate(case.program)

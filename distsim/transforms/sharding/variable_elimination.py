@@ -239,9 +239,11 @@ def solve(problem: EliminationProblem, limits: Sequence[int] = LIMITS, most: int
 def _branched(problem: EliminationProblem, plan: EliminationOrder, best: Solution, most: int) -> Solution:
     """Return the ``best`` or one of ``most`` branches: sets of choices of variables that the order fixes."""
     fixed = [step.variable for step in plan.steps if isinstance(step, Fix)]
-    found, bound = _bounded(problem, plan, {})
+    found = _Elimination(problem, plan).solution()
+    if found.proven:
+        return found
     best = min(found, best, key=lambda each: each.cost)
-    queue, tried = [(bound, 1, dict[int, int]())], 1
+    queue, tried = [(_LowerBound(problem, plan).cost, 1, dict[int, int]())], 1
     while queue and queue[0][0] < best.cost and not math.isclose(queue[0][0], best.cost, rel_tol=ROUNDING):
         if tried >= (most if most == 1 or math.isfinite(best.cost) else SEARCHED):
             return best
@@ -250,23 +252,22 @@ def _branched(problem: EliminationProblem, plan: EliminationOrder, best: Solutio
         for choice in np.flatnonzero(np.isfinite(problem.unary[variable])).tolist():
             tried += 1
             within = {**chosen, variable: choice}
-            found, bound = _bounded(problem, plan, within)
-            best = min(best, found, key=lambda each: each.cost)
+            part = _where(problem, within)
+            bound = _LowerBound(part, plan).cost
+            if bound >= best.cost:
+                continue
+            best = min(best, _Elimination(part, plan).solution(), key=lambda each: each.cost)
             if len(within) < len(fixed):
                 heapq.heappush(queue, (bound, tried, within))
     return replace(best, proven=True)
 
 
-def _bounded(
-    problem: EliminationProblem, plan: EliminationOrder, chosen: Mapping[int, int]
-) -> tuple[Solution, float]:
-    """Return an assignment with what is ``chosen`` of some variables, and what any such costs at least."""
+def _where(problem: EliminationProblem, chosen: Mapping[int, int]) -> EliminationProblem:
+    """Return the problem in which some variables have one choice left."""
     unary = [*problem.unary]
     for variable, choice in chosen.items():
         unary[variable] = np.where(np.arange(len(unary[variable])) == choice, unary[variable], math.inf)
-    problem = replace(problem, unary=unary)
-    found = _Elimination(problem, plan).solution()
-    return found, found.cost if found.proven else _LowerBound(problem, plan).cost
+    return replace(problem, unary=unary)
 
 
 class _Elimination:
