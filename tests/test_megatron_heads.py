@@ -29,6 +29,30 @@ def test_a_part_of_a_head_turns_where_positions_are_rotary(tmp_path, more, turne
     assert sizes(tmp_path, more).sizes.attention.rotary_dims == turned
 
 
+@pytest.mark.parametrize(
+    ("more", "turned"),
+    [
+        ("--position-embedding-type rope", (True,)),
+        ("--position-embedding-type none", (False,)),
+        ("--position-embedding-type rope --no-rope-freq 2", (True, False)),
+        ("--position-embedding-type rope --no-rope-freq [1]+[0]*1", (False, True)),
+    ],
+)
+def test_some_layers_have_no_positions(tmp_path, more, turned):
+    found = sizes(tmp_path, "--hidden-size 64 --num-attention-heads 4", more)
+    assert found.sizes.positions.turned == turned
+    assert not [note for note in found.notes if "rope" in note or "position" in note]
+
+
+def test_layers_that_no_pattern_fits_are_refused(tmp_path):
+    rope = "--hidden-size 64 --num-attention-heads 4 --position-embedding-type rope"
+    for pattern in (3, "[1]"):
+        with pytest.raises(ImportModelError, match=r"--no-rope-freq=.* must be a divisor of 2 layers"):
+            sizes(tmp_path, rope, f"--no-rope-freq {pattern}")
+    learned = sizes(tmp_path, "--hidden-size 64 --num-attention-heads 4 --no-rope-freq 1")
+    assert "--no-rope-freq: of no effect without rotary positions, or in latent attention" in learned.notes
+
+
 def test_a_share_that_is_none_of_a_head_is_refused(tmp_path):
     rope = "--hidden-size 64 --num-attention-heads 4 --position-embedding-type rope"
     with pytest.raises(ImportModelError, match=r"--rotary-percent=0.2 must be .* even number of its 16"):

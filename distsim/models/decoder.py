@@ -77,7 +77,8 @@ def decoder(
     if sizes.experts is not None and (drawn := [kind.load for kind in kinds if kind.load is not None]):
         top.maker.notes = (describe_loads(drawn, sizes.experts.groups),)
     made = {kind: _layer(sizes, top.like, kind, attention == "math") for kind in dict.fromkeys(kinds)}
-    rotations = _rotations(top, sizes.rotary, [kind.theta for kind in kinds if kind.turned])
+    bases = [kind.theta for kind in kinds if kind.turned]
+    rotations = _rotations(top, sizes.rotary, bases) if bases else {}
     windows = dict.fromkeys(kind.window for kind in kinds) if attention == "math" else ()
     masks = {window: {"causal": _mask(top, window)} for window in windows}
     losses: list[Value] = []

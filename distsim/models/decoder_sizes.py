@@ -163,7 +163,8 @@ class DecoderSizes:
             raise PlanError(
                 f"branches={self.branches!r} is not one of {choices_for(self.branches, BRANCHES)}"
             )
-        self.attention.check(self.hidden, not self.positions.learned and all(self.positions.turned))
+        turns = [self.positions.turns(layer) for layer in range(self.layers)]
+        self.attention.check(self.hidden, (all if isinstance(self.attention, Latent) else any)(turns))
         check_elements(self._largest())
 
     def _largest(self) -> list[tuple[str, int]]:

@@ -28,7 +28,7 @@ DEFAULTS: dict[str, object] = {
     },
     **{"--hidden-dropout": 0.1, "--attention-dropout": 0.1, "--q-lora-rank": None, "--kv-lora-rank": 32},
     **{"--qk-head-dim": 128, "--qk-pos-emb-head-dim": 64, "--v-head-dim": 128, "--num-experts": None},
-    **{"--moe-layer-freq": 1, "--moe-ffn-hidden-size": None, "--moe-router-topk": 2},
+    **{"--no-rope-freq": None, "--moe-layer-freq": 1, "--moe-ffn-hidden-size": None, "--moe-router-topk": 2},
     **{"--moe-shared-expert-intermediate-size": None, "--moe-token-dispatcher-type": "allgather"},
     **{"--moe-router-load-balancing-type": "aux_loss", "--moe-aux-loss-coeff": 0.0},
     **{"--moe-router-score-function": "softmax", "--moe-router-topk-scaling-factor": None},
@@ -58,7 +58,7 @@ WITHOUT_EFFECT = r"""(?x) --(
   | (no-)?create-attention-mask-in-dataloader | reset-.* | eod-mask-loss
   | no-check-for-nan-in-loss-and-grad | check-for-.* | finetune | auto-detect-ckpt-format | logging-level
   | loss-scale | initial-loss-scale | min-loss-scale | loss-scale-window | hysteresis | decoupled-.*
-  | warmup | override-opt-param-scheduler | use-checkpoint-args | no-rope-freq
+  | warmup | override-opt-param-scheduler | use-checkpoint-args
   | apply-query-key-layer-scaling | moe-flex-dispatcher-backend | moe-(router|permute)-.*fusion
   | async-save | non-persistent-.* | local-rank | lazy-mpu-init | deterministic-mode
   | empty-unused-memory-level

@@ -59,7 +59,7 @@ def model_of(fields: TrackedFields, notes: list[str]) -> Made:
         raise fields.refusal("--normalization", "LayerNorm or RMSNorm")
     offset = 1.0 if fields.on("--apply-layernorm-1p") else 0.0
     norm = Norm("rms" if kind == "RMSNorm" else "layer", fields.number("--norm-epsilon"), offset)
-    positions = _positions(fields, notes)
+    positions = _positions(fields, layers, notes)
     plain = GPT_NAMES if kind == "LayerNorm" else LLAMA_NAMES
     try:
         sizes = DecoderSizes(
@@ -115,18 +115,35 @@ def _like(fields: TrackedFields) -> str | None:
     return None
 
 
-def _positions(fields: TrackedFields, notes: list[str]) -> Positions:
+def _positions(fields: TrackedFields, layers: int, notes: list[str]) -> Positions:
     seq = fields.count("--seq-length")
     context = fields.maybe_count("--max-position-embeddings") or seq
     kind = fields.text("--position-embedding-type")
     if fields.on("--use-rotary-position-embeddings"):
         kind = "rope"
-    if kind == "none":
-        notes.append("--position-embedding-type none: built with rotary positions, which take a little time")
     if kind not in ("learned_absolute", "rope", "yarn", "mrope", "none"):
         raise fields.refusal("--position-embedding-type", "learned_absolute, rope, yarn or none")
     latent, theta = fields.on("--multi-latent-attention"), fields.number("--rotary-base")
-    return Positions(max(context, seq), learned=kind == "learned_absolute" and not latent, theta=theta)
+    learned, turned = kind == "learned_absolute" and not latent, (kind != "none" or latent,)
+    if fields.value("--no-rope-freq") is not None:
+        if latent or kind in ("none", "learned_absolute"):
+            notes.append("--no-rope-freq: of no effect without rotary positions, or in latent attention")
+        else:
+            turned = _turned(fields, layers)
+    return Positions(max(context, seq), learned=learned, theta=theta, turned=turned)
+
+
+def _turned(fields: TrackedFields, layers: int) -> tuple[bool, ...]:
+    """Return in which layers heads are rotated: all but each n-th, or but those that a list says with 1."""
+    every = fields.value("--no-rope-freq")
+    if type(every) is int and 1 <= every <= layers and layers % every == 0:
+        return (*(True,) * (every - 1), False)
+    flags = flags_of(str(every))
+    if not flags or len(flags) != layers or any(each not in (0, 1) for each in flags):
+        raise fields.refusal(
+            "--no-rope-freq", f"a divisor of {layers} layers, or a list such as ([0]*3+[1])*8 of as many"
+        )
+    return tuple([not flag for flag in flags])
 
 
 def _attention(
