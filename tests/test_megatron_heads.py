@@ -34,6 +34,7 @@ def test_a_part_of_a_head_turns_where_positions_are_rotary(tmp_path, more, turne
     [
         ("--position-embedding-type rope", (True,)),
         ("--position-embedding-type none", (False,)),
+        ("--position-embedding-type rope --no-rope-freq 0", (True,)),
         ("--position-embedding-type rope --no-rope-freq 2", (True, False)),
         ("--position-embedding-type rope --no-rope-freq [1]+[0]*1", (False, True)),
     ],

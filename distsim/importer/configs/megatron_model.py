@@ -125,7 +125,7 @@ def _positions(fields: TrackedFields, layers: int, notes: list[str]) -> Position
         raise fields.refusal("--position-embedding-type", "learned_absolute, rope, yarn or none")
     latent, theta = fields.on("--multi-latent-attention"), fields.number("--rotary-base")
     learned, turned = kind == "learned_absolute" and not latent, (kind != "none" or latent,)
-    if fields.value("--no-rope-freq") is not None:
+    if fields.value("--no-rope-freq") not in (None, 0):
         if latent or kind in ("none", "learned_absolute"):
             notes.append("--no-rope-freq: of no effect without rotary positions, or in latent attention")
         else:

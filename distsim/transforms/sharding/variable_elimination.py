@@ -35,9 +35,9 @@ LIMITS = (30_000, 1_000_000, 100_000)
 mostly better, not always. Branches are tried with the last."""
 
 BRANCHES, SEARCHED = 12, 1000
-"""How many sets of choices are tried until one is proven, and where none is possible."""
+"""After how many sets of choices no more are opened, where an assignment is known and where none is."""
 
-ROUNDING = 1e-12
+ROUNDING = 1e-14
 """Share of its cost by which an assignment may pass the bound that proves it: sums in another order."""
 
 Scope = tuple[int, ...]
