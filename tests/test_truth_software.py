@@ -6,6 +6,7 @@ from truth_rows import GPT, LLAMA
 import distsim
 from distsim.ir import BFloat16, Float32
 from distsim.transforms.kernels import KERNELS
+from distsim.transforms.kernels.policies import kernels_named
 from distsim.truth import MissingFeatureError, case_of, predict
 from distsim.truth.machine import OLD_LIBRARIES, Cluster
 from distsim.truth.software import LOSS_FUSED
@@ -99,6 +100,20 @@ def test_aleph_alphas_code_sums_gradients_as_they_are_with_a_pipeline_too(pp):
         case_of(row | {"framework": "AA-Scaling (Aleph Alpha)", "tp": "2", "dp": "4"}).plan.tp_overlap
         == "off"
     )
+
+
+@pytest.mark.parametrize(
+    ("notes", "graphs"),
+    [
+        ("CUDA graphs off; mock data", ""),
+        ("no CUDA graphs in the v0.2.0 config", ""),
+        ("CUDA graphs on (NeMo v2.3.0 config of this model)?", "layers"),
+        ("averaging window not stated; CUDA graph of a full iteration", "step"),
+    ],
+)
+def test_graphs_of_rows(notes, graphs):
+    row = GPT | {"framework": "Megatron Bridge (NeMo container 25.11)", "notes": notes}
+    assert kernels_named(case_of(row).kernels).graphs == graphs
 
 
 @pytest.mark.parametrize(

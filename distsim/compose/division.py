@@ -133,7 +133,7 @@ class Division(NamedTuple):
         )
         dtensors = plan.sp == "dtensor"
         beside = plan.tp == 1 or not (plan.tp_overlap == "off" or dtensors)
-        kernels = replace(kernels, split=plan.tp_overlap == "split", dtensors=dtensors)
+        kernels = replace(kernels.one_by_one, split=plan.tp_overlap == "split", dtensors=dtensors)
         kernels = replace(kernels, validates_later=plan.post_validation == "on")
         kernels = replace(kernels.with_chunks(plan.chunks), sends_parts=kernels.sends_parts and _turns(plan))
         return Division(

@@ -33,7 +33,7 @@ from distsim.errors import CostError, expect, shortened
 from distsim.hardware.rank_axes import logical_mesh
 from distsim.hardware.routes import GroupOfMany
 from distsim.ir import Device, Op, Topology, all_ops
-from distsim.ir.kernel_rates import WAYS_TO_LAUNCH
+from distsim.ir.kernel_rates import GRAPHS, WAYS_TO_LAUNCH
 from distsim.ops import Signature, Work, operator, signature_of, work
 from distsim.ops.operator import memory_bound
 
@@ -48,7 +48,9 @@ class CostModel:
     Views and constants run no kernel. An op without a work rule is costed by its bytes, with one
     :class:`UncostedOperatorWarning` per operator name, and listed in :attr:`uncosted`; ``strict``
     refuses it with a :class:`CostError`. ``kernels`` names how kernels are run: the host takes the time that
-    its device says for it to issue each of them (``Device.rates.launches``), none if no name is given.
+    its device says for it to issue each of them (``Device.rates.launches``), none if no name is given. With
+    ``kernels="fused:layers"``, or ``:step``, those of a layer, or of all passes, are a CUDA graph, which it
+    launches at once (:data:`distsim.ir.kernel_rates.GRAPHS`).
     Everything is cached by signature, so share one cost model between simulations.
 
     >>> from distsim.ir import Attributes, Float, Tensor
@@ -73,10 +75,15 @@ class CostModel:
             raise CostError(f"rules={shortened(rules)}: {what}; give an object with compute and communicate")
         self.topology = topology
         self.strict = strict
-        if kernels not in ("", "ops", *WAYS_TO_LAUNCH):
+        way, _, graphs = kernels.partition(":")
+        if way not in ("", "ops", *WAYS_TO_LAUNCH) or graphs not in ("", *GRAPHS):
             ways = ", ".join(WAYS_TO_LAUNCH)
-            raise CostError(f"kernels={kernels!r:.40}: choose {ways}, or ops, with a host that takes no time")
-        self.kernels = kernels if kernels in WAYS_TO_LAUNCH else ""
+            raise CostError(
+                f"kernels={kernels!r:.40}: choose {ways}, or ops, with a host that takes no time; with "
+                f"{' or '.join([f':{each}' for each in GRAPHS])} after it they are CUDA graphs"
+            )
+        self.kernels = way if way in WAYS_TO_LAUNCH else ""
+        self.graphs = graphs if self.kernels else ""
         self.rules: CostRules = ROOFLINE if rules is None else rules
         self._uncosted: dict[str, None] = {}
         self._specs: dict[Device, int] = {}
@@ -142,6 +149,15 @@ class CostModel:
             return 0.0
         count = kernels_of(signature)
         return kernel * count + device.rates.tensor * (tensors_of(signature) - 1)
+
+    def graph_seconds(self, device: Device) -> float:
+        """Seconds in which the host of a device launches a CUDA graph, however many kernels it has.
+
+        Assumed to be those of one kernel: the framework is called once, as for that. The driver alone takes
+        3.5 us for 80 kernels (CUDA.jl's documentation, usage/graphs), and 2.5 us and a nanosecond a kernel in
+        a row (NVIDIA, "Constant Time Launch for Straight-Line CUDA Graphs", 2024; from memory, not re-read).
+        """
+        return device.rates.launch(self.kernels) if self.kernels else 0.0
 
     def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
         """Seconds that computation on a device of a group loses while a collective runs beside it.

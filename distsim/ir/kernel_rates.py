@@ -21,6 +21,10 @@ of compiled kernels, and of nanotron's, apart."""
 WAYS_TO_LAUNCH = ("eager", "fused", "compiled", "eager_waiting")
 """The ways to run kernels of which a device may say what its host takes to issue one."""
 
+GRAPHS = ("layers", "step")
+"""What a host launches at once, as a CUDA graph that it captured before: each layer, forward and backward;
+all passes of a step."""
+
 _LIKE = {"eager_waiting": "eager"}
 """As which other way a host issues kernels where the device does not say."""
 

@@ -67,11 +67,12 @@ class Choices:
 
         precision, attention = choice("precision"), choice("attention")
         kernels, optimizer = choice("kernels"), choice("optimizer")
+        kernels = kernels_named(kernels) if isinstance(kernels, str) else kernels
         policy = precision_named(precision) if isinstance(precision, str) else precision
         return Choices(
             None if policy is None else policy.of_stack(stack.scaling, stack.linear_ops),
             attention,
-            kernels_named(kernels) if isinstance(kernels, str) else kernels,
+            kernels if options.cuda_graphs is None else kernels.in_graphs(options.cuda_graphs),
             optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer,
             choice("clip") or None,  # 0, as Megatron-LM's --clip-grad 0: not at all
             stack,
@@ -81,8 +82,13 @@ class Choices:
 
     def device_notes(self, topology: Topology) -> list[str]:
         """Say where devices have no rate for products in the type of the precision, or for the kernel of
-        attention that is asked for, and where that is of another type."""
-        return [*self._slow_types(topology), *self._unknown_kernel(topology)]
+        attention that is asked for, and where that is of another type; and what CUDA graphs leave out."""
+        graphs = self.kernels.graphs
+        said = [
+            f"CUDA graphs ({graphs}): layers of experts, for whose rows the host gives their number, are "
+            "issued kernel by kernel; what graphs hold beside what their kernels save is not in the memory"
+        ]
+        return [*self._slow_types(topology), *self._unknown_kernel(topology), *(said if graphs else [])]
 
     def _slow_types(self, topology: Topology) -> list[str]:
         dtype = None if self.precision is None else self.precision.compute

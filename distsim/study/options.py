@@ -60,6 +60,7 @@ class ModelOptions:
     stack: str | Stack | None = field(default=None, metadata=_of(TRAINING, BACKWARD))
     attention: str | None = field(default=None, metadata=_of())
     kernels: str | Kernels | None = field(default=None, metadata=_of(LAYOUT))
+    cuda_graphs: str | None = field(default=None, metadata=_of(LAYOUT))
     outline: bool = field(default=False, metadata=_of())
     plan: str | Plan | None = field(default=None, metadata=_of(LAYOUT))
     from_file: TrainingConfig | None = field(default=None, metadata=_of())
@@ -125,6 +126,7 @@ class TrainingKeywords(TypedDict, total=False):
     stack: str | Stack | None
     attention: str | None
     kernels: str | Kernels | None
+    cuda_graphs: str | None
     optimizer: str | Named | None
     clip: float | None
     precision: str | Precision | None

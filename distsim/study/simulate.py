@@ -195,7 +195,7 @@ def simulated(
 def _check_own_runs(options: ModelOptions, ratios: Sequence[float]) -> None:
     """Check that ratios of other steps can be, and correct a prediction of this one."""
     correction(ratios)
-    if ratios and (kernels := Choices.of(options).kernels).way not in WAYS_TO_LAUNCH:
+    if ratios and (kernels := Choices.of(options).kernels.one_by_one).way not in WAYS_TO_LAUNCH:
         raise PlanError(
             f"--own-runs corrects a prediction, and with --kernels {kernels.name} no host takes time: leave "
             "one out"

@@ -145,6 +145,7 @@ def software_of(row: Row, assumed: list[str]) -> Software:
         kernels = "fused_waiting" if _month(row) > PASSES_TIMED else "fused_2022"
     if re.search(r"fused[- ]cross|cross[- ]entropy[- ](loss[- ])?fus", said):
         kernels = LOSS_FUSED.get(kernels, kernels)
+    kernels += _graphs(said)
     precision = _precision(row, stack, zero_of(row, stack.zero))
     if not plain(row, "precision"):
         assumed.append(f"precision {precision.name}")
@@ -168,6 +169,17 @@ def _month(row: Row) -> str:
             return f"{found[1]}-{found[2]}"
     found = re.search(_CONTAINER, plain(row, "framework")) or re.search(_ARXIV, plain(row, "source_url"))
     return f"20{found[1]}-{found[2]}" if found else ""
+
+
+def _graphs(said: str) -> str:
+    """Return which CUDA graphs the columns of software say: ``:layers``, ``:step`` or none.
+
+    Where they are only said to be on, those of layers are (``enable_cuda_graph`` of NeMo and Megatron-LM).
+    """
+    for clause in re.split(r"[;,]", said):
+        if "cuda graph" in clause and not re.search(r"\b(no|not|off|without|disabled)\b", clause):
+            return ":step" if re.search(r"full[- ]iteration|whole[- ]step", clause) else ":layers"
+    return ""
 
 
 def eight_bits(row: Row) -> bool:

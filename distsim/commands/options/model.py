@@ -6,7 +6,7 @@ import argparse
 from typing import Any
 
 from distsim.commands.options.training_file import add_file_options
-from distsim.ir.kernel_rates import ATTENTION_KERNELS
+from distsim.ir.kernel_rates import ATTENTION_KERNELS, GRAPHS
 from distsim.plan.stacks import STACKS
 from distsim.study.options import ModelOptions, options_of
 from distsim.transforms.autodiff.loss import LOSSES
@@ -58,6 +58,12 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernels",
         help=f"which ops one kernel runs: {', '.join(KERNELS)} (default: the stack's)",
+    )
+    parser.add_argument(
+        "--cuda-graphs",
+        choices=GRAPHS,
+        help="what the host launches at once, as a CUDA graph: each layer, forward and backward, or all "
+        "passes of a step (default: it issues kernels one by one)",
     )
     parser.add_argument(
         "--optimizer",

@@ -89,9 +89,6 @@ NOT_MODELLED = {
     "--no-bias-swiglu-fusion": "kernels are those that Megatron-LM fuses by default",
     "--no-bias-dropout-fusion": "kernels are those that Megatron-LM fuses by default",
     "--no-rope-fusion": "kernels are those that Megatron-LM fuses by default",
-    "--enable-cuda-graph": "kernels are launched one by one",
-    "--external-cuda-graph": "kernels are launched one by one",
-    "--cuda-graph-impl": "kernels are launched one by one",
     "--use-nccl-ub": "collectives are as fast as the cluster's figures",
     "--reuse-grad-buf-for-mxfp8-param-ag": "buffers are not shared",
     "--keep-fp8-transpose-cache": "no transposed copies of weights are kept",
@@ -191,10 +188,29 @@ def _stack(fields: TrackedFields, layout: MegatronLayout, notes: list[str]) -> S
         base,
         precision=layout.precision,
         attention=_attention(fields),
-        kernels="fused_loss" if fused else "fused",
+        kernels=("fused_loss" if fused else "fused") + _graphs(fields, notes),
         optimizer=_optimizer(fields),
         clip=float(clip) or None,
     )
+
+
+def _graphs(fields: TrackedFields, notes: list[str]) -> str:
+    """Return what the host launches at once, as CUDA graphs: ``:layers``, ``:step`` or nothing
+    (transformer_config.py, ``cuda_graph_impl`` and ``cuda_graph_modules``, ``cuda_graph_scope`` before)."""
+    implementation = fields.text("--cuda-graph-impl", "none")
+    if fields.on("--enable-cuda-graph") or fields.on("--external-cuda-graph"):
+        implementation = "local"
+    listed = [*fields.words("--cuda-graph-modules"), *fields.words("--cuda-graph-scope")]
+    modules = {part for word in listed for part in word.split(",")}
+    if implementation == "none":
+        return ""
+    if implementation not in ("local", "transformer_engine", "full_iteration"):
+        raise fields.refusal("--cuda-graph-impl", "one of none, local, transformer_engine, full_iteration")
+    if "full_iteration" in (implementation, *modules):
+        return ":step"
+    if modules - {"full"} and not {"attn", "mlp"} <= modules:
+        notes.append(f"CUDA graphs of {' and '.join(sorted(modules))} are of whole layers, without experts")
+    return ":layers"
 
 
 def _attention(fields: TrackedFields) -> str:

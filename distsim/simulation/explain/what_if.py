@@ -18,7 +18,8 @@ class FreeOps(CostModel):
     """The costs of another model, but for some ops that cost nothing."""
 
     def __init__(self, base: CostModel, free: Frees) -> None:
-        super().__init__(base.topology, base.strict, base.rules, base.kernels)
+        kernels = f"{base.kernels}:{base.graphs}" if base.graphs else base.kernels
+        super().__init__(base.topology, base.strict, base.rules, kernels)
         self.base = base
         self.free = free
 
@@ -33,6 +34,10 @@ class FreeOps(CostModel):
     def launch_seconds(self, signature: Signature, device: Device) -> float:
         """Seconds of the host for an op: 0 if it is free."""
         return 0.0 if self.free(signature) else self.base.launch_seconds(signature, device)
+
+    def graph_seconds(self, device: Device) -> float:
+        """Seconds of the host for a graph: as in the other model."""
+        return self.base.graph_seconds(device)
 
     def slowdown_seconds(self, signature: Signature, group: Group, device: Device) -> float:
         """Seconds that computation loses to a collective: 0 if that is free."""
@@ -55,6 +60,10 @@ class FreeLaunches(FreeOps):
         return self.base.seconds(signature, tuple([self._device(device) for device in where]))
 
     def launch_seconds(self, signature: Signature, device: Device) -> float:
+        """No seconds."""
+        return 0.0
+
+    def graph_seconds(self, device: Device) -> float:
         """No seconds."""
         return 0.0
 

@@ -19,6 +19,7 @@ from distsim.simulation.tasks.lower import Lowering
 from distsim.simulation.tasks.rank_classes import Classes, ClassExchange, Group, Placement
 from distsim.simulation.tasks.streams import Stream
 from distsim.simulation.tasks.task_table import TaskTable
+from distsim.simulation.tasks.template_builder import template_of
 from distsim.simulation.tasks.templates import Floats, Ints, Where, starts, tasks_of_uses
 
 Bools = npt.NDArray[np.bool_]
@@ -233,7 +234,7 @@ def neighbours(stream_start: Ints, streams: Ints, count: int) -> tuple[Ints, Int
 def block_tasks(function: Function, ranks: StageRanks, cost_model: CostModel, overlap: bool) -> BlockTasks:
     """Lower the function of a block for the classes of a pipeline rank."""
     lowering = Lowering(ranks, cost_model, overlap)
-    template = lowering.template(function)
+    template = template_of(lowering, function)
     count = len(template)
     known = template.dep_source != -1
     return BlockTasks(

@@ -13,6 +13,7 @@ from distsim.ir import Function, Op
 from distsim.simulation.tasks.lower import Lowering
 from distsim.simulation.tasks.rank_classes import RankClasses, rank_classes
 from distsim.simulation.tasks.streams import Stream
+from distsim.simulation.tasks.template_builder import template_of
 from distsim.simulation.tasks.templates import Floats, Ints, starts
 
 
@@ -94,7 +95,7 @@ def lower(
     """
     classes = rank_classes(function, cost_model, lockstep)
     lowering = Lowering(classes, cost_model, overlap, contention)
-    template = lowering.template(function, whole=True)
+    template = template_of(lowering, function, whole=True)
     count = len(template.durations)
     known = template.dep_source >= 0  # the others are inputs, which are there from the start
     return Tasks(

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any, SupportsIndex
 
 from distsim.errors import PlanError
+from distsim.ir.kernel_rates import GRAPHS, WAYS_TO_LAUNCH
 from distsim.suggestions import choices_for
 from distsim.transforms.kernels.policies.joins import (
     Joins,
@@ -153,6 +154,7 @@ class Kernels:
     validates_later: bool = False
     scans: bool = False
     launched_as: str = ""
+    graphs: str = ""
 
     def with_chunks(self, chunks: int) -> Kernels:
         """Return the policy for ranks of so many stages each: what waits for what these receive."""
@@ -164,11 +166,35 @@ class Kernels:
     @property
     def way(self) -> str:
         """What a cost model is given for the launches of such kernels (``CostModel(kernels=...)``)."""
-        return self.launched_as or self.name
+        way = self.launched_as or self.name.partition(":")[0]
+        return f"{way}:{self.graphs}" if self.graphs else way
+
+    @property
+    def one_by_one(self) -> Kernels:
+        """The policy of a host that issues the same kernels one by one."""
+        return replace(self, name=self.name.partition(":")[0], graphs="") if self.graphs else self
+
+    def in_graphs(self, graphs: str) -> Kernels:
+        """Return the policy of a host that launches the same kernels as CUDA graphs, of
+        :data:`distsim.ir.kernel_rates.GRAPHS`.
+
+        Raises :class:`PlanError` for others, and for kernels for which no host takes time.
+        """
+        plain = self.one_by_one
+        if graphs not in GRAPHS:
+            raise PlanError(
+                f"cuda_graphs={graphs!r:.40} is unknown; choose one of {choices_for(graphs, GRAPHS)}"
+            )
+        if plain.way not in WAYS_TO_LAUNCH:
+            raise PlanError(
+                f"cuda_graphs={graphs} has no effect with kernels={plain.name}, for which no host takes "
+                "time: leave it out, or name other kernels"
+            )
+        return replace(plain, name=f"{plain.name}:{graphs}", graphs=graphs)
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Pickle a policy that has a name by it: what its kernels join are functions."""
-        named = KERNELS.get(self.name) is self
+        named = KERNELS.get(self.name.partition(":")[0]) == self.one_by_one
         return (kernels_named, (self.name,)) if named else super().__reduce_ex__(protocol)
 
 
@@ -358,10 +384,14 @@ split); torchtitan and Hugging Face's Llama have them apart."""
 
 
 def kernels_named(name: str) -> Kernels:
-    """Return the policy of a name.
+    """Return the policy of a name; ``fused:layers`` is ``fused`` in graphs (:meth:`Kernels.in_graphs`).
 
     Raises :class:`PlanError` for another name.
+
+    >>> kernels_named("fused_loss:layers").way
+    'fused:layers'
     """
-    if name not in KERNELS:
+    base, colon, graphs = name.partition(":")
+    if base not in KERNELS:
         raise PlanError(f"kernels={name!r} is unknown; choose one of {choices_for(name, KERNELS)}")
-    return KERNELS[name]
+    return KERNELS[base].in_graphs(graphs) if colon else KERNELS[base]
