@@ -126,6 +126,8 @@ def test_graphs_are_an_option_of_a_step():
     ]
     times = [step.step_time for step in steps]
     assert times[0] > times[1] > times[2]
+    tried = [{what.change: what.step_time for what in step.explain().what_ifs} for step in steps[:2]]
+    assert [each.get("CUDA graphs of layers") for each in tried] == [times[1], None]
     said = [any("CUDA graphs" in note for note in step.notes) for step in steps]
     assert said == [False, True, True]
     with says(PlanError, "cuda_graphs=layers", "kernels=ops"):

@@ -11,6 +11,7 @@ import numpy as np
 from distsim.cost.cost_model import CostModel
 from distsim.errors import ScheduleError
 from distsim.ops import op_label, operator, signature_of
+from distsim.ops.marks import LAUNCH
 from distsim.program.program import Program
 from distsim.schedule import FLUSH, longer
 from distsim.simulation.details import ProgramTimeline
@@ -69,6 +70,8 @@ def _free(simulation: Simulation, path: CriticalPath) -> Iterator[tuple[str, flo
     models: list[tuple[str, CostModel]] = [(change, what_if.FreeOps(base, frees)) for change, frees in free]
     if any(device.kernel_launch_overhead or base.kernels for device in simulation.timestamps):
         models.append(("no kernel launch overhead", what_if.FreeLaunches(base)))
+    if LAUNCH.op_type in path.by_kind and not base.graphs:
+        models.append(("CUDA graphs of layers", what_if.Captured(base)))
     for change, model in models:
         yield change, simulation.again(model).step_time
 

@@ -74,6 +74,14 @@ class FreeLaunches(FreeOps):
         return found
 
 
+class Captured(FreeOps):
+    """The costs of another model on hosts that launch each layer at once, as a CUDA graph."""
+
+    def __init__(self, base: CostModel) -> None:
+        super().__init__(base, lambda signature: False)
+        self.graphs = "layers"
+
+
 def communication(signature: Signature) -> bool:
     """All communication is free."""
     meaning = operator(signature.op_type).communication
