@@ -75,12 +75,16 @@ MALFORMED = {
     "no links": (cluster().split("[[levels]]")[0], "levels"),
     "level twice": (cluster(level={"group_size": "2"}, more=levels()), "'near'", "already"),
     "group of one": (cluster(level={"group_size": "1"}), "'near'", "groups of 1"),
+    "clock of a thousandth": (cluster(device={"clock": '"1.4 MHz"'}), "clock=1.4e+06", "100 MHz to 10 GHz"),
     "limit of no power": (cluster(device={"power_limit": '"500 W"'}), "power_limit=500", "give device.power"),
 }
 
 
 # What only shows when devices and links are made of the figures.
-BUILT = ("zero", "infinite", "more than all", "level twice", "group of one", "limit of no power")
+BUILT = (
+    *("zero", "infinite", "more than all", "level twice", "group of one"),
+    *("clock of a thousandth", "limit of no power"),
+)
 
 
 @pytest.mark.parametrize("case", MALFORMED)

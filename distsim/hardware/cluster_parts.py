@@ -42,11 +42,21 @@ def device_of(table: DeviceTable, si: Mapping[str, float], count: int) -> Device
     return as_slowest(device, count)
 
 
+CLOCKS = (1e8, 1e10)
+"""Between which cycles a second a device has: one beyond has another unit than was meant."""
+
+
 def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
     processors, queries = si.get("device.processors", 0.0), si.get("device.query_block", 128.0)
     for name, count in (("processors", processors), ("query_block", queries)):
         if not (count.is_integer() and 0 <= count <= MAX_DEVICES):
             raise TopologyError(f"device.{name}={count} is no count")
+    clock = si.get("device.clock", 0.0)
+    if clock and not CLOCKS[0] <= clock <= CLOCKS[1]:
+        raise TopologyError(
+            f"device.clock={clock:g} Hz is none of multiprocessors, which have {CLOCKS[0] / 1e6:g} MHz to "
+            f"{CLOCKS[1] / 1e9:g} GHz: look at its unit"
+        )
     return KernelRates(
         tuple([(kind, si[f"device.kernels.{kind}"]) for kind in table.kernels]),
         tuple([(name, si[f"device.launches.{name}"]) for name in table.launches if name != "tensor"]),
@@ -56,7 +66,7 @@ def _rates(table: DeviceTable, si: Mapping[str, float]) -> KernelRates:
         si.get("device.slowdown", 0.0),
         tuple([(kernel, si[f"device.attention.{kernel}"]) for kernel in table.attention]),
         tuple([(kind, si[f"device.uncertainty.{kind}"]) for kind in table.uncertainty]),
-        si.get("device.clock", 0.0),
+        clock,
         int(queries),
     )
 
