@@ -14,6 +14,7 @@ from distsim.errors import PlanError
 from distsim.hardware import figures
 from distsim.models import mlp
 from distsim.plan_search import search
+from distsim.plan_search.training.columns import cost_columns, plan_cost_columns
 from distsim.plan_search.training.estimate import OBJECTIVES, DeviceRates, Training, TrainingCosts
 from distsim.plan_search.training.goodput import (
     FAILURES,
@@ -117,6 +118,15 @@ def test_what_a_training_takes_is_what_its_steps_take(results):
     hours = 1e9 / 16 * result.best.seconds / 3600
     assert found.hours == pytest.approx(hours)
     assert found.to_dict()["dollars"] == pytest.approx(hours * 8 * 2.0)
+    assert found.hours_interval is None  # these devices have no spread
+    wide = replace(result.best, low=result.best.seconds / 2, high=result.best.seconds * 3)
+    of_wide = costs.by(result.step, wide)
+    assert of_wide.hours_interval == pytest.approx((hours / 2, hours * 3))
+    told = of_wide.to_dict()
+    assert (told["hours_low"], told["hours_high"]) == pytest.approx((hours / 2, hours * 3))
+    table = {name: cell(of_wide) for name, cell in cost_columns([of_wide], "tokens").items()}
+    assert table["90 %"] == f"{hours / 48:.3g} to {hours / 8:.3g}"
+    assert "90 %" not in plan_cost_columns([of_wide], "tokens")
     assert found.to_dict()["tokens_per_dollar"] == pytest.approx(1e9 / (hours * 16.0))
     assert found.to_dict()["kwh"] == pytest.approx(hours * 8 * 0.5 * 1.5)
     assert found.step_kwh == pytest.approx(result.best.seconds / 3600 * 8 * 0.5 * 1.5)

@@ -9,6 +9,9 @@ from distsim.plan_search.training.estimate import TrainingEstimate
 _OF_PLANS = 2
 """Columns of plans of one cluster, the first: others differ by the same factor as these."""
 
+_INTERVAL = "90 %"
+"""The column of the days between which a training takes: plans have that of their step."""
+
 CostCell = Callable[[TrainingEstimate], str]
 
 
@@ -21,6 +24,8 @@ def cost_columns(known: Sequence[TrainingEstimate], unit: str) -> dict[str, Cost
     tokens = known[0].training.tokens if known else None
     if tokens is not None:
         columns[f"days for {_amount(tokens)} {unit}"] = lambda own: _figure(own.hours, 1 / 24)
+        if any(own.hours_interval for own in known):
+            columns[_INTERVAL] = _days
     if any(own.rates.price is not None for own in known):
         if tokens is not None:
             columns["dollars"] = lambda own: _rounded(own.of_all(own.token_dollars))
@@ -36,7 +41,13 @@ def cost_columns(known: Sequence[TrainingEstimate], unit: str) -> dict[str, Cost
 
 def plan_cost_columns(known: Sequence[TrainingEstimate], unit: str) -> dict[str, CostCell]:
     """Return those of plans of one cluster: time and dollars, or the first of what is known."""
-    return dict(list(cost_columns(known, unit).items())[:_OF_PLANS])
+    columns = {name: cell for name, cell in cost_columns(known, unit).items() if name != _INTERVAL}
+    return dict(list(columns.items())[:_OF_PLANS])
+
+
+def _days(own: TrainingEstimate) -> str:
+    low, high = own.hours_interval or (None, None)
+    return "-" if low is None else f"{_figure(low, 1 / 24)} to {_figure(high, 1 / 24)}"
 
 
 def _amount(number: float) -> str:

@@ -152,6 +152,15 @@ class TrainingEstimate:
         tokens = self.training.tokens
         return None if tokens is None else tokens * self.token_seconds / HOUR
 
+    @property
+    def hours_interval(self) -> tuple[float, float] | None:
+        """Between which hours all tokens take with 90 %, as far as the step is not known better; None where
+        either is not known."""
+        hours, trial = self.hours, self.trial
+        if hours is None or not trial.high:
+            return None
+        return hours * trial.low / trial.seconds, hours * trial.high / trial.seconds
+
     def of_all(self, token: float | None) -> float | None:
         """Return what all tokens take of which one takes ``token``; None where either is not known."""
         tokens = self.training.tokens
@@ -173,11 +182,14 @@ class TrainingEstimate:
         """Return what is known as what JSON has; seconds, dollars, kWh, bytes."""
         goodput = self.goodput
         fails = goodput.share < 1
+        low, high = self.hours_interval or (None, None)
         found = {
             "tokens": self.training.tokens,
             "price": self.rates.price,
             "price_source": self.rates.price_source or None,
             **self.of_training(),
+            "hours_low": low,
+            "hours_high": high,
             "goodput": goodput.share,
             "checkpoint_bytes": goodput.checkpoint,
             "checkpoint_s": goodput.write,
