@@ -341,6 +341,7 @@ def test_the_best_are_compared_with_a_plan_of_ones_own():
         search(model("mlp"), topology, "remat=none", against=Plan(dp=3))
     large = search(model("mlp"), topology_of(4, memory=1e4), "tp=2,pp=1,remat=none", against=own)
     assert not large.fitting and re.search(r"\(yours\): .* too much", describe(large))
+    assert large.own is not None and large.own.seconds == large.to_dict()["against"]["step_s"]
 
 
 def test_refused_plans_are_counted_by_reason():

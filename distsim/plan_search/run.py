@@ -207,10 +207,12 @@ class SearchRun:
         """Return what becomes of the plan that the best are compared with."""
         if self.against is None:
             return None
-        own = evaluator.using(self.against).trial(self.against)
+        using = evaluator.using(self.against)
+        own = using.trial(self.against)
         if own.refused:
             raise PlanError(f"--against {self.against}: {own.refused}")
-        return own
+        # One that is far too large is not simulated to be ranked.
+        return own if own.seconds else replace(own, seconds=using.simulate(self.against).step_period)
 
     def _near(
         self,
