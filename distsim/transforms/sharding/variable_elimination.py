@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -238,47 +239,40 @@ def solve(problem: EliminationProblem, limits: Sequence[int] = LIMITS, most: int
 
 def _branched(problem: EliminationProblem, plan: EliminationOrder, best: Solution, most: int) -> Solution:
     """Return the ``best`` or one of ``most`` branches: sets of choices of variables that the order fixes."""
-    fixed = [step.variable for step in plan.steps if isinstance(step, Fix)]
-    found = _Elimination(problem, plan).solution()
-    if found.proven:
-        return found
+    begun = _Elimination(problem, plan).advanced()
+    found = begun.solution()
+    if begun.next is None:
+        return replace(found, proven=True)
     best = min(found, best, key=lambda each: each.cost)
-    queue, tried = [(_LowerBound(problem, plan).cost, 1, dict[int, int]())], 1
+    queue, tried = [(begun.bound(), 1, begun, begun.next)], 1
     while queue and queue[0][0] < best.cost and not math.isclose(queue[0][0], best.cost, rel_tol=ROUNDING):
         if tried >= (most if most == 1 or math.isfinite(best.cost) else SEARCHED):
             return best
-        _, _, chosen = heapq.heappop(queue)
-        variable = next(each for each in fixed if each not in chosen)
-        for choice in np.flatnonzero(np.isfinite(problem.unary[variable])).tolist():
+        _, _, opened, step = heapq.heappop(queue)
+        for choice in np.flatnonzero(np.isfinite(problem.unary[step.variable])).tolist():
             tried += 1
-            within = {**chosen, variable: choice}
-            part = _where(problem, within)
-            bound = _LowerBound(part, plan).cost
+            part = opened.copied().fixed(step, choice)
+            bound = part.bound()
             if bound >= best.cost:
                 continue
-            best = min(best, _Elimination(part, plan).solution(), key=lambda each: each.cost)
-            if len(within) < len(fixed):
-                heapq.heappush(queue, (bound, tried, within))
+            best = min(best, part.solution(), key=lambda each: each.cost)
+            if part.next is not None:
+                heapq.heappush(queue, (bound, tried, part, part.next))
     return replace(best, proven=True)
 
 
-def _where(problem: EliminationProblem, chosen: Mapping[int, int]) -> EliminationProblem:
-    """Return the problem in which some variables have one choice left."""
-    unary = [*problem.unary]
-    for variable, choice in chosen.items():
-        unary[variable] = np.where(np.arange(len(unary[variable])) == choice, unary[variable], math.inf)
-    return replace(problem, unary=unary)
-
-
 class _Elimination:
-    """Does what an order says with the costs of a problem."""
+    """Does what an order says with the costs of a problem, up to the next variable that it fixes.
+
+    Branches, and the bound and the assignment of each, go on from there: all before is the same for them.
+    """
 
     def __init__(self, problem: EliminationProblem, plan: EliminationOrder) -> None:
+        self.steps, self.done, self.count = plan.steps, 0, len(problem.sizes)
+        self.next: Fix | None = None  # None where all steps are done
         self.tables: list[Table | None] = [*problem.unary]
         self.removed: list[tuple[int, Scope, list[Table]]] = []
-        self.count = len(problem.sizes)
         self.cost: float = 0.0
-        self.proven = True
         for (first, second), table in problem.pairs.items():
             if 1 in table.shape:  # one side has no choice: not a tie between them
                 self.add(second if table.shape[0] == 1 else first, table.reshape(-1))
@@ -286,11 +280,24 @@ class _Elimination:
                 self.tables.append(table)
         self.tables += [None] * (plan.slots - len(self.tables))
         self.cost += float(sum(self.of(v)[0] for v, size in enumerate(problem.sizes) if size == 1))
-        for step in plan.steps:
-            if isinstance(step, Eliminate):
-                self.eliminate(step)
+
+    def copied(self) -> _Elimination:
+        """Return one that goes on by itself."""
+        found = copy(self)
+        found.tables, found.removed = [*self.tables], [*self.removed]
+        return found
+
+    def advanced(self) -> _Elimination:
+        """Do the steps up to the next that fixes a variable."""
+        self.next = None
+        while self.next is None and self.done < len(self.steps):
+            step = self.steps[self.done]
+            self.done += 1
+            if isinstance(step, Fix):
+                self.next = step
             else:
-                self.fix(step)
+                self.eliminate(step)
+        return self
 
     def of(self, slot: int) -> Table:
         found = self.tables[slot]
@@ -321,39 +328,24 @@ class _Elimination:
         self.removed.append((step.variable, step.around, parts))
         self.add(step.slot, least)
 
-    def fix(self, step: Fix) -> None:
-        """Give a variable the choice that is cheapest if every neighbour chose for it alone."""
-        own = self.of(step.variable)
-        costs = own + sum(self.least(step))
-        best = int(costs.argmin())
-        self.removed.append((step.variable, (), [costs]))
-        self.proven = False
-        self.cost += float(own[best])
-        for slot, axis, target in step.tables:
-            self.add(target, np.take(self.of(slot), best, axis=axis))
-            self.tables[slot] = None
-
     def least(self, step: Fix) -> list[Table]:
         """Return per table what each choice of a variable costs at least in it."""
         tables = [(self.of(slot), axis) for slot, axis, _ in step.tables]
         return [table.min(axis=tuple(i for i in range(table.ndim) if i != axis)) for table, axis in tables]
 
-    def solution(self) -> Solution:
-        choices = [0] * self.count
-        for variable, scope, parts in reversed(self.removed):
-            at = [choices[v] for v in scope]
-            first, *others = parts
-            costs = first[(slice(None), *_places(at, first))]
-            for part in others:
-                costs = costs + part[(slice(None), *_places(at, part))]
-            choices[variable] = int(costs.argmin())
-        return Solution(tuple(choices), self.cost, self.proven)
+    def fixed(self, step: Fix, choice: int | None = None) -> _Elimination:
+        """Give a variable a choice, else that which is cheapest if every neighbour chose for it alone."""
+        own = self.of(step.variable)
+        if choice is None:
+            choice = int((own + sum(self.least(step))).argmin())
+        self.removed.append((step.variable, (), [np.not_equal(np.arange(len(own)), choice).astype(float)]))
+        self.cost += float(own[choice])
+        for slot, axis, target in step.tables:
+            self.add(target, np.take(self.of(slot), choice, axis=axis))
+            self.tables[slot] = None
+        return self.advanced()
 
-
-class _LowerBound(_Elimination):
-    """Does the same for a bound: ``cost`` is at most what any assignment costs."""
-
-    def fix(self, step: Fix) -> None:
+    def relaxed(self, step: Fix) -> _Elimination:
         """Let each table choose for itself, when what a choice costs at least was made the same in all.
 
         What is added to one table is taken off others: the sum of an assignment stays.
@@ -369,6 +361,29 @@ class _LowerBound(_Elimination):
             added = np.subtract(costs / len(least), own, out=np.zeros_like(costs), where=np.isfinite(own))
             self.add(target, (table + added.reshape(shape)).min(axis=axis))
             self.tables[slot] = None
+        return self.advanced()
+
+    def bound(self) -> float:
+        """Return what an assignment costs at least, given the choices that were made."""
+        left = self.copied()
+        while left.next is not None:
+            left.relaxed(left.next)
+        return left.cost
+
+    def solution(self) -> Solution:
+        """Return an assignment, given the choices that were made."""
+        left = self.copied()
+        while left.next is not None:
+            left.fixed(left.next)
+        choices = [0] * self.count
+        for variable, scope, parts in reversed(left.removed):
+            at = [choices[v] for v in scope]
+            first, *others = parts
+            costs = first[(slice(None), *_places(at, first))]
+            for part in others:
+                costs = costs + part[(slice(None), *_places(at, part))]
+            choices[variable] = int(costs.argmin())
+        return Solution(tuple(choices), left.cost, False)
 
 
 def _sum(parts: Sequence[Table]) -> Table:
