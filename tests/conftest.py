@@ -11,13 +11,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 # Functions and programs are many small objects, some of which refer to each other. To look for cycles among
-# all of them again and again took a tenth of the time; now it is done each time that three million are left.
-gc.set_threshold(3_000_000, 50, 1000)
+# three million of them took three seconds each time and freed little: it is left to tests that ask for it.
+gc.set_threshold(100_000_000, 50, 1000)
 
 # Bytecode of what is imported is kept, by processes that tests start as well: to compile all of it anew takes
 # a second in each of them, and with the tests themselves four seconds in each worker.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 sys.dont_write_bytecode = False
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with the linters, a minute of a process of its own: meanwhile the other worker compiles loops.
+
+    What both workers need at the same time is compiled in both.
+    """
+    items.sort(key=lambda item: item.path.name != "test_lint.py")
 
 
 def pytest_collection_finish():
@@ -31,6 +39,7 @@ def pytest_runtest_teardown(item, nextitem):
         for each in vars(item.module).values():
             if hasattr(each, "cache_clear") and each.__module__ == item.module.__name__:
                 each.cache_clear()
+        gc.freeze()  # who collects later looks at nothing older than the file
 
 
 def pytest_sessionfinish():

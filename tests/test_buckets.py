@@ -102,7 +102,7 @@ def pipelined():
 
 
 DIVIDED = ("zero=0,bucket=500B", "zero=1,bucket=500B,overlap_params=on", "zero=3")
-FLUSHING = [name for name in SCHEDULES if not (name.startswith("pipedream") or copies_to_host(name))]
+FLUSHING = [name for name in SCHEDULES if not name.startswith("pipedream")]
 """Weights that stages share need a flush."""
 
 
@@ -112,6 +112,8 @@ FLUSHING = [name for name in SCHEDULES if not (name.startswith("pipedream") or c
 )
 def test_in_every_schedule(name, fields):
     """Two of three ways to divide; with copies of the model, buckets are reduced after what they sum."""
+    if copies_to_host(name):  # asked here: some examples are compiled
+        return
     joint, inputs, expected = pipelined()
     options = () if SCHEDULES[name].placement == "two copies" else (SCHEDULES[name].chunks or 2,)
     order = schedule(name, 2, 4, *options)
