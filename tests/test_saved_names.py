@@ -2,6 +2,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 
 import pytest
 from decoder_models import small
@@ -23,6 +24,11 @@ def test_a_plan_may_ask_for_each_name():
     assert {*NAMES} == SAVED_NAMES.keys()
 
 
+@cache
+def trained(family, attention):
+    return differentiate(small(family, 4, attention), Adam())
+
+
 @pytest.mark.parametrize("family", ["llama", "gpt_neox", "gemma2", "deepseek_v2"])
 @pytest.mark.parametrize(
     ("attention", "plan", "names"),
@@ -34,8 +40,7 @@ def test_a_plan_may_ask_for_each_name():
     ],
 )
 def test_every_rank_computes_the_same_step(family, attention, plan, names):
-    joint = differentiate(small(family, 4, attention), Adam())
-    computed_over_ranks(joint, Plan.parse(f"{plan},remat=names:{names}"))
+    computed_over_ranks(trained(family, attention), Plan.parse(f"{plan},remat=names:{names}"))
 
 
 def again(joint, remat: str, plan: str = "") -> Counter[str]:
@@ -90,6 +95,12 @@ def test_a_block_without_what_is_named_is_refused():
         parallelize(joint, Plan(remat="names:qkv_proj"), topology_of(1))
 
 
+@cache
+def of_experts(layers, groups):
+    sizes = replace(DEEPSEEK, layers=layers, experts=replace(DEEPSEEK.experts, groups=groups))
+    return differentiate(decoder(sizes, BATCH, SEQ, F64, SKEWED), Adam())
+
+
 @pytest.mark.parametrize(
     "plan",
     [
@@ -100,9 +111,7 @@ def test_a_block_without_what_is_named_is_refused():
     ],
 )
 def test_every_rank_computes_the_same_step_of_experts(plan):
-    groups = 2 if "sp=on" in plan else 1
-    sizes = replace(DEEPSEEK, layers=4, experts=replace(DEEPSEEK.experts, groups=groups))
-    joint = differentiate(decoder(sizes, BATCH, SEQ, F64, SKEWED), Adam())
+    joint = of_experts(4 if "chunks" in plan else 3, 2 if "sp=on" in plan else 1)  # of 3 one is dense
     computed_over_ranks(joint, Plan.parse(f"{plan},remat=names:qkv_proj+mlpwi"))
 
 
