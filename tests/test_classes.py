@@ -306,7 +306,7 @@ def asymmetric(draw):
 
 
 @given(asymmetric(), st.booleans())
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_classes_and_device_by_device_agree_on_irregular_topologies(case, overlap):
     topology, function = case
     assert_exact(topology, function, overlap=overlap)

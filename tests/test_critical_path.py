@@ -97,7 +97,7 @@ def test_nothing_takes_no_path():
     assert (path.step_time, path.segments, path.parts) == (0.0, (), ())
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(
     st.sampled_from(sorted(MODELS)),
     st.sampled_from([(1, 1, 1), (2, 1, 1), (1, 2, 2), (2, 2, 2), (1, 1, 3), (2, 1, 4), (1, 4, 2)]),

@@ -45,5 +45,5 @@ def test_a_notebook_runs(monkeypatch, path):
         for number, code in enumerate(cells(path)):
             run(code, f"{path.name}, code cell {number}", names)
             for figure in map(pyplot.figure, pyplot.get_fignums()):  # a kernel draws them, and begins anew
-                figure.savefig(io.BytesIO(), format="png", bbox_inches="tight")
+                figure.savefig(io.BytesIO(), format="png", bbox_inches="tight", dpi=40)
             pyplot.close("all")

@@ -205,7 +205,7 @@ def problems(draw) -> EliminationProblem:
 
 
 @given(problems())
-@settings(max_examples=200)
+@settings(max_examples=120)
 def test_the_assignment_is_the_cheapest(problem):
     found = solve(problem)
     assert found.proven
@@ -217,7 +217,7 @@ def test_the_assignment_is_the_cheapest(problem):
 
 
 @given(problems(), st.integers(1, 30), st.sampled_from([1, 4, 10_000]))
-@settings(max_examples=300)
+@settings(max_examples=150)
 def test_with_small_tables_the_assignment_is_valid_and_does_not_claim_too_much(problem, limit, branches):
     found, optimum = solve(problem, (limit,), branches), brute_force(problem)
     assert cost_of(problem, found.choices) == found.cost

@@ -119,7 +119,7 @@ def fits(name: str, p: int, m: int, v: int) -> bool:
     }.get(name, True)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.sampled_from(MADE), st.integers(1, 9), st.integers(1, 24), st.integers(1, 4))
 def test_every_size_makes_a_schedule_that_runs_or_is_refused(name, p, m, v):
     v = SCHEDULES[name].chunks or v

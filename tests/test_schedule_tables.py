@@ -105,7 +105,7 @@ def test_integers_and_actions_are_one_schedule(seed):
     assert Schedule.from_codes(*sizes, made.codes, made.rank_of, made.copies, "double") != other
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=200)
 @given(st.integers(0, 10**6))
 def test_damage_is_refused_alike_in_integers_and_in_actions(seed):
     made, _ = invent(seed)

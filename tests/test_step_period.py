@@ -69,7 +69,7 @@ def test_what_is_said_of_a_step_that_overlaps_the_next():
 
 
 @given(st.integers(0, 10**6))
-@settings(max_examples=50)
+@settings(max_examples=30)
 def test_a_step_follows_within_a_step_and_after_what_a_rank_computes(seed):
     case = invent(seed)
     step = Simulator(case.cost_model, case.overlap).simulate(case.program)
