@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 import operator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import ml_dtypes
@@ -243,11 +243,11 @@ class Tensor(Type):
 
     def on(self, device: Device | Mesh | None) -> Tensor:
         """Return this type on another device or mesh."""
-        return self if device is self.device else replace(self, device=device)
+        return self if device is self.device else Tensor(self.dtype, self.shape, device, self.on_host)
 
     def with_shape(self, shape: tuple[int, ...]) -> Tensor:
         """Return this type with another shape."""
-        return replace(self, shape=shape)
+        return Tensor(self.dtype, shape, self.device, self.on_host)
 
     def __str__(self) -> str:
         where = "" if self.device is None else f" @ {self.device}"
