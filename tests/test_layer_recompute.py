@@ -94,19 +94,26 @@ def test_experts_compute_the_same(remat: str, plan: str) -> None:
 GROUPED = DecoderSizes(2, 16, 16, GroupedHeads(4, 2), FeedForward(24))
 
 
-@pytest.mark.parametrize("plan", ["tp=2", "tp=4", "dp=2,tp=2,pp=2,microbatches=2", "pp=3,dp=2"])
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-def test_attention_saves_what_the_output_projection_reads(kv_heads: int, plan: str) -> None:
-    """[batch, seq, heads x size], on every rank as the projection has it; no copy in the order of heads."""
+@cache
+def grouped(kv_heads: int):
+    """A step of fused attention, inputs, and what one device computes of them: the same as written out."""
     sizes = replace(GROUPED, attention=GroupedHeads(4, kv_heads))
     joint = differentiate(decoder(sizes, 8, 4, F64, attention="flash"), SGD(lr=0.1))
-    grads = [op for op in all_ops(joint) if op.op_type == "AttentionGrad"]
-    assert [as_tensor(op.inputs[3].type, "Y").shape for op in grads] == [(8, 4, 16)] * 2
     inputs = random_inputs(joint, 0)
     expected = SequentialExecutor().compute(joint, inputs)
     written = differentiate(decoder(sizes, 8, 4, F64, attention="math"), SGD(lr=0.1))
     for one, other in zip(SequentialExecutor().compute(written, inputs), expected, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-9, atol=1e-11)
+    return joint, inputs, expected
+
+
+@pytest.mark.parametrize("plan", ["tp=2", "tp=4", "dp=2,tp=2,pp=2,microbatches=2", "pp=3,dp=2"])
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+def test_attention_saves_what_the_output_projection_reads(kv_heads: int, plan: str) -> None:
+    """[batch, seq, heads x size], on every rank as the projection has it; no copy in the order of heads."""
+    joint, inputs, expected = grouped(kv_heads)
+    grads = [op for op in all_ops(joint) if op.op_type == "AttentionGrad"]
+    assert [as_tensor(op.inputs[3].type, "Y").shape for op in grads] == [(8, 4, 16)] * 2
     parsed = Plan.parse(plan)
     order = schedule("1f1b", parsed.pp, parsed.microbatches)
     for remat in ("none", "attention"):
@@ -114,18 +121,20 @@ def test_attention_saves_what_the_output_projection_reads(kv_heads: int, plan: s
         assert_same_step(joint, program, inputs, expected)
 
 
+@cache
+def gathers(remat: str, zero: str) -> int:
+    """How often parameters are gathered, in the same step."""
+    joint, inputs, expected = case("llama")
+    program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), remat, zero)
+    assert_same_step(joint, program, inputs, expected)
+    return sum(op.op_type == "MPIAllgather" for op in all_ops(program.to_function()))
+
+
 @pytest.mark.parametrize("remat", ["attention", "ops:MatMul", "uniform:4", "block:3"])
 @pytest.mark.parametrize("zero", ["zero=3", "zero=3,reshard=never"])
 def test_divided_parameters_are_gathered_as_without(remat: str, zero: str) -> None:
     """And no more: a layer that runs again reads what backward gathered, or what forward did."""
-    joint, inputs, expected = case("llama")
-
-    def gathers(remat: str) -> int:
-        program = laid_out(joint, mesh_of(2, 1, 1), schedule("1f1b", 1, 2), remat, zero)
-        assert_same_step(joint, program, inputs, expected)
-        return sum(op.op_type == "MPIAllgather" for op in all_ops(program.to_function()))
-
-    assert gathers(remat) == gathers("none")
+    assert gathers(remat, zero) == gathers("none", zero)
 
 
 def test_a_group_saves_its_input_alone() -> None:
