@@ -34,6 +34,7 @@ FAMILIES = {
     "dgx-h200": "h200",
     "dgx-b200": "b200",
     "gb200-nvl72": "gb200",
+    "gb300-nvl72": "gb300",
     "dgx-2": "v100",
     "dgx-1": "v100",
     "aws-p4d": "a100",
@@ -45,7 +46,7 @@ FAMILIES = {
 
 WRITTEN = {
     **{"dgx-a100": "a100", "dgx-h100": "h100", "dgx-h200": "h200", "dgx-b200": "b200", "dgx-2": "v100"},
-    "gb200-nvl72": "gb200",
+    **{"gb200-nvl72": "gb200", "gb300-nvl72": "gb300"},
 }
 """The presets that give figures; others are based on them."""
 
@@ -72,8 +73,21 @@ FIGURES: dict[str, FittedFigure] = {
     "linear.h200": FittedFigure(
         1.0, 0.05, f"of the FLOP/s of linear.h100: the same processor, and power; 0.95 alone ({MEASURED})"
     ),
-    "linear.b200": FittedFigure(0.66, 0.1, _ALONE.format(282, "b200_bf16_ceperm.json"), most=1.0),
-    "linear.gb200": FittedFigure(0.66, 0.15, "as B200; its power, 1,200 W, allows a higher clock", most=1.0),
+    "linear.b200": FittedFigure(
+        0.73,
+        0.2,
+        "of kernels alone over the shape rule, medians of three machines, 0.66 (282 kernels, SimuMax, "
+        "b200_bf16_ceperm.json), 0.93 (4 of 512 to 16,384 rows, vllm pull request 19566) and 0.64 (3 at 750 "
+        "W, facebookexperimental/triton pull request 854): geometric mean",
+        most=1.0,
+    ),
+    "linear.gb200": FittedFigure(0.73, 0.2, "as B200; its power, 1,200 W, allows a higher clock", most=1.0),
+    "linear.gb300": FittedFigure(
+        0.96,
+        0.15,
+        "of 6 kernels alone over the shape rule, median (facebookexperimental/triton pull request 740)",
+        most=1.0,
+    ),
     "linear.v100": FittedFigure(0.96, 0.2, "as A100; not measured", most=1.0),
     "libraries.2023": FittedFigure(
         0.9,
@@ -81,8 +95,21 @@ FIGURES: dict[str, FittedFigure] = {
         "of linear.h100: products of CUDA 12.1 and before (torch up to 2.4), tuned for Hopper since then",
     ),
     "float8": FittedFigure(1.0, 0.08, "in a step, of what kernels alone are faster by than those of 16 bits"),
+    "float8.b200": FittedFigure(
+        1.0,
+        0.08,
+        "the same on Blackwell; 1.92 times kernels alone on B300 (Transformer Engine, gemm_profiling)",
+    ),
     "batched": FittedFigure(0.8, 0.2, "of linear: thin products of heads"),
     "attention": FittedFigure(0.9, 0.1, "of the kernel alone, in a step"),
+    "attention.b200": FittedFigure(
+        1.0, 0.2, "of the kernel alone, in a step; alone on a machine whose products are slower than others'"
+    ),
+    "attention.gb300": FittedFigure(
+        1.2,
+        0.2,
+        "of the same kernels: units for exponentials are twice as fast (Inside NVIDIA Blackwell Ultra)",
+    ),
     "memory": FittedFigure(0.95, 0.08, "of a large copy", most=1.0),
     "launch.a100": FittedFigure(32e-6, 0.4, "25 to 40 us an op in eager mode (40: SimuMax, a100_pcie.json)"),
     "launch.h100": FittedFigure(0.75, 0.15, "of launch.a100: a host of a later generation"),
@@ -127,7 +154,7 @@ measured, over what shape leaves. H100 had 363 TFLOP/s both ways, 26 % of the ti
 step on one its kernels took 1.06 of what that and the fit said, forward 0.95 and backward 1.09
 (measured/h100_step_kernels.csv)."""
 
-ATTENTION["gb200"] = ATTENTION["b200"]
+ATTENTION |= dict.fromkeys(("gb200", "gb300"), ATTENTION["b200"])
 _OLDER = {
     "flash1": (0.44, "FlashAttention-2 is 1.7 to 3.0 times as fast (Dao 2023, section 4.1): geometric mean"),
     "triton": (0.55, "FlashAttention-2 is 1.3 to 2.5 times as fast (Dao 2023, section 4.1): geometric mean"),
@@ -159,7 +186,7 @@ KERNELS: dict[str, dict[str, tuple[float, str]]] = {
     "v100": {},
 }
 """How fast kernels of attention are, 1 being what ATTENTION gives."""
-KERNELS["gb200"] = KERNELS["b200"]
+KERNELS |= dict.fromkeys(("gb200", "gb300"), KERNELS["b200"])
 
 MEASURED8 = "of kernels alone, the best shapes of the MAMF table (stas00/ml-engineering)"
 FLOAT8 = {
@@ -172,15 +199,21 @@ FLOAT8 = {
 """How many times as fast as those of 16 bits products of 8 bits are, whose peak is twice as high; casts are
 kernels of their own. On H100 at 500 W products of 8,192 and 65,536 rows with scales of rows were 1.88, 1.92
 and 2.09 times as fast (pytorch/FBGEMM, pull request 2546)."""
-FLOAT8["gb200"] = FLOAT8["b200"]
+FLOAT8 |= dict.fromkeys(("gb200", "gb300"), FLOAT8["b200"])
 SAME_PROCESSOR = {"h200": "h100"}
 """Kinds of GPU whose linear products have the speed of those of another, but for a factor near 1."""
 EMBEDDING = 0.5
 """Rows picked by index, of a large copy: assumption, not measured."""
 
 
-HOSTS = {"gb200": "b200"}
-"""Kinds of GPU whose hosts take for a launch what those of another take."""
+ALIKE = {"gb200": "b200", "gb300": "b200"}
+"""Kinds of GPU that have the figures of another where they have none of their own."""
+
+
+def figure(name: str, family: str) -> str:
+    """Return which figure of a name a kind of GPU has: one of its own, or that of all."""
+    own = (f"{name}.{each}" for each in (family, ALIKE.get(family, family)))
+    return next((each for each in own if each in FIGURES), name)
 
 
 @cache
@@ -199,14 +232,15 @@ def rates_of(
         other = SAME_PROCESSOR[family]
         linear *= values[f"linear.{other}"] * best_product(other) / best_product(family)
     forward, backward, _ = ATTENTION[family]
-    host = values.get(f"launch.{HOSTS.get(family, family)}", 1.0) if family != "a100" else 1.0
+    host = values.get(figure("launch", family), 1.0) if family != "a100" else 1.0
     launch = values["launch.a100"] * host
+    attention, float8 = values[figure("attention", family)], values[figure("float8", family)]
     shares = {
         "linear": linear,
-        "linear_float8": linear * FLOAT8[family][0] * values["float8"] / 2,
+        "linear_float8": linear * FLOAT8[family][0] * float8 / 2,
         "batched": linear * values["batched"],
-        "attention": forward * values["attention"],
-        "attention_grad": backward * values["attention"],
+        "attention": forward * attention,
+        "attention_grad": backward * attention,
         "memory": values["memory"],
         "embedding": values["memory"] * EMBEDDING,
     }
@@ -246,11 +280,11 @@ class FittedFigures:
         """Return how well the seconds of each kind of work are known on a kind of GPU."""
         products = [f"linear.{name}" for name in (family, SAME_PROCESSOR.get(family)) if name]
         linear = self.uncertainty(*products)
-        attention, memory = self.uncertainty("attention"), self.uncertainty("memory")
-        launch = "launch.a100", f"launch.{HOSTS.get(family, family)}"
+        attention, memory = self.uncertainty(figure("attention", family)), self.uncertainty("memory")
+        launch = "launch.a100", figure("launch", family)
         return {
             **dict.fromkeys(("linear", "grouped"), linear),
-            "linear_float8": self.uncertainty(*products, "float8"),
+            "linear_float8": self.uncertainty(*products, figure("float8", family)),
             "batched": self.uncertainty(*products, "batched"),
             **dict.fromkeys(("attention", "attention_grad"), attention),
             **dict.fromkeys(("memory", "embedding"), memory),
@@ -297,13 +331,14 @@ def uncertainty_lines(fitted: FittedFigures, family: str, about: str) -> Iterabl
 def preset_lines(values: Mapping[str, float], family: str, about: str) -> Iterable[str]:
     """Yield the lines of a preset that give the figures of a kind of GPU."""
     rates = rates_of(values, family, Device(0, "gpu"))
+    attention, float8 = values[figure("attention", family)], values[figure("float8", family)]
     sources = {
         "linear": about,
-        "linear_float8": f"{FLOAT8[family][0] * values['float8']:.2f} times the speed of linear: "
-        f"{FLOAT8[family][1]}, times {values['float8']:.3g}, {about}",
+        "linear_float8": f"{FLOAT8[family][0] * float8:.2f} times the speed of linear: "
+        f"{FLOAT8[family][1]}, times {float8:.3g}, {about}",
         "batched": about,
-        "attention": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
-        "attention_grad": f"{ATTENTION[family][2]}, times {values['attention']:.3g}, {about}",
+        "attention": f"{ATTENTION[family][2]}, times {attention:.3g}, {about}",
+        "attention_grad": f"{ATTENTION[family][2]}, times {attention:.3g}, {about}",
         "memory": about,
         "embedding": f"assumption: memory times {EMBEDDING}; not measured",
     }

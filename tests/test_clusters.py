@@ -285,6 +285,7 @@ def test_every_preset_takes_nodes_and_settings(name):
         ("hgx-h100-96gb", "dgx-h100", "throughput", "memory"),
         ("dgx-1", "dgx-2", "memory", "id"),
         ("gb200-nvl72", "dgx-b200", "throughput", "memory"),
+        ("gb300-nvl72", "gb200-nvl72", "dram_bandwidth", "peaks"),
     ],
 )
 def test_presets_over_another(name, base, same, other):

@@ -324,7 +324,8 @@ def test_presets_know_the_link_to_the_host(name: str) -> None:
     link = load_cluster(name).devices[0].host_link
     assert link is not None
     c2c, infinity, *pcie = 225e9, 36e9, 15.75e9, 31.5e9, 63e9  # of 16 lanes, generations 3 to 5
-    rates = {"gb200-nvl72": [c2c], "mi250x": [infinity]}.get(name, pcie)
+    others = {"gb200-nvl72": [c2c], "gb300-nvl72": [c2c], "mi250x": [infinity]}
+    rates = others.get(name, pcie)
     assert link.bandwidth in rates and 0.6 < link.efficiency < 0.9
 
 

@@ -10,16 +10,15 @@ from distsim.errors import TopologyError
 from distsim.hardware import collective_time, describe, figures, load_cluster, presets
 
 DEVICES = dict.fromkeys(presets(), 8) | {
-    **{"dgx-2": 16, "gb200-nvl72": 72},
+    **{"dgx-2": 16, "gb200-nvl72": 72, "gb300-nvl72": 72},
     **dict.fromkeys(("a10", "rtx-3090", "rtx-4090", "rtx-a6000"), 4),
 }
 
 
 class TestPresets:
     def test_names(self):
-        assert {"dgx-1", "dgx-2", "dgx-a100", "dgx-a100-40gb", "dgx-h100", "dgx-b200", "gb200-nvl72"} < {
-            *presets()
-        }
+        named = {"dgx-1", "dgx-2", "dgx-a100", "dgx-a100-40gb", "dgx-h100", "dgx-b200"}
+        assert named | {"gb200-nvl72", "gb300-nvl72"} < {*presets()}
         assert all("not re-read" in row.source or "given" not in row.source for row in figures("mi300x"))
 
     @pytest.mark.parametrize("name", presets())
@@ -32,7 +31,7 @@ class TestPresets:
         text = describe(name)
         assert all(row.name in text and row.source in text for row in rows)
         device = topology.devices[0]
-        assert 20e9 < device.memory < 207e9
+        assert 20e9 < device.memory < 300e9
         assert device.peak("float16") > device.peak("float32") >= device.peak("float64")
         assert device.peak("uint4") == device.throughput
 

@@ -311,6 +311,7 @@ def test_the_cluster_is_large_enough_for_the_plan():
         ),
         ({"hw_gpu": "AMD Instinct MI250X"}, "mi250x:1"),
         ({"hw_gpu": "GB200", "gpus_per_node": "4"}, "gb200-nvl72:1 devices_per_node=4 nvlink.group_size=72"),
+        ({"hw_gpu": "GB300", "gpus_per_node": "72", "gpu_mem_gb": "288"}, "gb300-nvl72:1"),
         ({"inter_bw_gbps_per_node": "1600"}, "dgx-a100:1"),
         ({"inter_bw_gbps_per_node": "100"}, "dgx-a100:1 infiniband.bandwidth=1562500000B/s"),
         (

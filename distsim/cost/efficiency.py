@@ -13,7 +13,10 @@ source in the preset); here is how shape lowers it.
   experiments/measured/h200_other.csv and h200_step_kernels.csv), with mean errors of 3.0, 9.1, 3.1 and 6.3 %,
   where undivided they are 2.8, 9.7, 4.3 and 11.0 %. Operands of 8 bits need twice the depth, as many bytes.
   Types of 8 and 16 bits alone: kernels of others have smaller tiles. Convolutions have the share without the
-  rule. Chunks of a product that run on several streams (``beside``) fill waves together.
+  rule. Chunks of a product that run on several streams (``beside``) fill waves together. Operands of 8 bits
+  with scales of blocks leave 0.951: the twelve products of a layer, kernels alone on B300, took 6.812 ms with
+  scales of tensors and 7.161 ms as MXFP8 (Transformer Engine, docs/examples/gemm_profiling); taken over to
+  Hopper, where such kernels were not measured alone.
   One that adds what it makes to sums of gradients takes 0.45 of the time, at the DRAM's bandwidth, in which
   these are read and written, beside that: least squares over 60 products on A100 that add to float32
   (SimuMax, a100_pcie.json, ``accumulate=True, out_dtype=fp32``, depths of 4,096 but for four), the share
@@ -61,6 +64,7 @@ _TILE = (128, 256)
 _WAVE, _DEPTH = 0.72, 148.0
 _ADDING, _MOST_PARTS = 150.0, 16
 _ADDED = 0.45
+_BLOCKS = 0.951
 
 
 class _AttentionFill(NamedTuple):
@@ -149,6 +153,8 @@ def best_share(signature: Signature, kind: str, rates: KernelRates) -> float | N
         share = plain if share is None else share
         if share is not None and element_type(signature).startswith("float8"):
             share *= narrow / plain if narrow and plain else 1.0
+    if share is not None and signature.attributes.get("both", 0) and kind in ("grouped", "linear_float8"):
+        share *= _BLOCKS
     kernel = signature.attributes.get("kernel", "") if kind.startswith("attention") else ""
     return share if share is None else share * (rates.attention(kernel) or 1.0)
 

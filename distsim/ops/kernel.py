@@ -49,10 +49,11 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     (``AccumulateInto``), the bytes of these, read and written; ``rate``: of products that run at the rate
     of another type, that one; ``groups`` and ``matrices``: of grouped products how many groups there are, and
     the bytes of their matrices, read, written or added to; ``beside``: how many chunks of one product run in
-    turn on several streams. Of updates how many elements their parameters have (:data:`UPDATED`), and of
-    those that are several kernels the bytes that these move beyond each operand once, and how many they are
-    (``launches``); of ops whose kernels read an operand again (:data:`distsim.ops.operator.AGAIN`) these
-    bytes too. Views count for nothing. Raises :class:`ValueError` for an op without a work rule.
+    turn on several streams; ``both``: their operands of 8 bits have scales of blocks. Of updates how many
+    elements their parameters have (:data:`UPDATED`), and of those that are several kernels the bytes that
+    these move beyond each operand once, and how many they are (``launches``); of ops whose kernels read an
+    operand again (:data:`distsim.ops.operator.AGAIN`) these bytes too. Views count for nothing. Raises
+    :class:`ValueError` for an op without a work rule.
     """
     summed = one_product and any(op.op_type.endswith("MatMulGradA") for op in ops)
     flops, matrix, names, more = 0.0, False, list[str](), dict[str, float]()
@@ -85,6 +86,8 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     beside = max([int(op.attributes.get("beside", 1)) for op in ops], default=1)
     if beside > 1:
         marks["beside"] = beside
+    if matrix and any(op.attributes.get("both", 0) for op in ops):
+        marks["both"] = 1
     rates = {op.attributes["rate"] for op in ops if "rate" in op.attributes}
     if len(rates) == 1:
         marks["rate"] = rates.pop()

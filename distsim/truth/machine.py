@@ -12,7 +12,8 @@ from distsim.ir import Topology
 from distsim.truth.row import MissingFeatureError, Row, cell, decimal, number, plain
 
 GPUS = (
-    (r"gb200|gb300", "gb200-nvl72"),
+    (r"gb300", "gb300-nvl72"),
+    (r"gb200", "gb200-nvl72"),
     (r"\bb200", "dgx-b200"),
     (r"gh200", None),
     (r"h200", "dgx-h200"),
@@ -36,7 +37,8 @@ GPUS = (
 """The preset for a GPU whose column has the pattern, the first that fits; none where there is none."""
 
 KNOWN_GPUS = (
-    r"(?<![a-z0-9])(rtx)?(gb200|[bh]200|[ah]800|[avh]100|a6000|[34]090|l40s|a10g?|mi250x?|mi300x)(?![a-z0-9])"
+    r"(?<![a-z0-9])(rtx)?(gb[23]00|[bh]200|[ah]800|[avh]100|a6000|[34]090|l40s|a10g?|mi250x?|mi300x)"
+    r"(?![a-z0-9])"
 )
 """GPUs of which the presets are: another name with one of these in it may be of another GPU."""
 
@@ -48,7 +50,7 @@ CUT_NVLINK = r"\b[ah]800\b"
 
 HOPPER = ("dgx-h100", "dgx-h200", "hgx-h100-96gb", "h100-nvl", "h100-pcie")
 OLD_TORCH = r"\b(py)?torch[ =-]*(1\.[0-9]+|2\.[0-4])(?![0-9])|\bnanotron\b"
-OLD_LIBRARIES = 0.835
+OLD_LIBRARIES = 0.834
 """How fast products are on Hopper, of what they are since, by cuBLAS of CUDA 12.1 and before: the figure
 ``libraries.2023`` of experiments/calibrate.py. Torch up to 2.4 has that (its wheels pin cuBLAS 12.1.3), and
 nanotron's README installs one of it (042dfeaa)."""
