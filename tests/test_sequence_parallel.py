@@ -28,6 +28,7 @@ from distsim.compose import parallelize
 from distsim.errors import PlanError
 from distsim.executor import CostModel, SequentialExecutor
 from distsim.hardware import load_cluster
+from distsim.importer import load_model
 from distsim.ir import BFloat16, Function, Op, Role, all_ops
 from distsim.models.decoder import decoder
 from distsim.models.decoder_sizes import DecoderSizes
@@ -36,7 +37,9 @@ from distsim.models.parts.feed_forward import FeedForward
 from distsim.ops import operator, signature_of
 from distsim.plan import Plan
 from distsim.schedule import schedule
-from distsim.transforms import SGD, Adam, differentiate
+from distsim.transforms import SGD, Adam, add_loss, differentiate, set_precision
+from distsim.transforms.outlining.outline import outline
+from distsim.transforms.sharding.shard import shard
 
 MODELS = {
     "llama": lambda: small_llama(batch=4),
@@ -297,3 +300,12 @@ def test_a_vocabulary_that_does_not_divide_is_noted_and_its_logits_are_divided_o
     }
     assert (0, "tp", None) not in shards["embed"]
     assert any("tp=2 does not divide the vocabulary of 1023" in note for note in program.notes)
+
+
+def test_heads_of_an_export_that_ranks_do_not_divide():
+    """Queries and keys of 12 heads, whose parts follow from weights, gain no option over 8 ranks: attention
+    stays whole, where 133 GB of parts of its gradients would be sent."""
+    model = set_precision(load_model("gpt2-onnx", 128, "seq=1024"), BFloat16())
+    joint = outline(differentiate(add_loss(model), Adam()))
+    found = shard(joint, mesh_of(1, 8, 1)).decisions["tp"]
+    assert found.moved == pytest.approx(63.7e9, rel=0.01) and found.divided == pytest.approx(0.912, abs=0.001)

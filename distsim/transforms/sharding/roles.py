@@ -8,7 +8,7 @@ from distsim.errors import PlanError
 from distsim.ir import Function, Op, Role, Tensor, Value, all_ops
 from distsim.ops import signature_of
 from distsim.ops.parts import Parts
-from distsim.ops.sharding_rule import Dim, labels_of
+from distsim.ops.sharding_rule import Dim, factors_of, labels_of
 from distsim.ops.training import LOSSES
 from distsim.transforms.autodiff.loss import how_to_mark
 from distsim.transforms.sharding.strategies import rule_of
@@ -143,7 +143,8 @@ def _mark_op(op: Op, marks: Marks, forward: bool, known: _Known | None) -> None:
 
 
 def met_in_products(products: Iterable[Op], marks: Marks, data: Marks) -> Marks:
-    """Return the dimensions, of what data make, that products have in common with marked ones of the other.
+    """Return the dimensions, of what data make, that products have in common with marked ones of the other,
+    and that are not marked: those that all operands and results have, none that is summed over.
 
     Of attention these are heads of queries and keys, where those of values alone follow from parameters: a
     norm of all heads together is between. ``data`` are the dimensions that follow from data.
@@ -156,9 +157,15 @@ def met_in_products(products: Iterable[Op], marks: Marks, data: Marks) -> Marks:
         ends = [(v, dims) for v, dims in zip(op.inputs, rule.inputs, strict=True) if data.get(v)]
         if len(ends) < 2:
             continue
+        every = [
+            [f for dim in dims for f in factors_of(dim)]
+            for dims in (*(dims for _, dims in ends), *rule.outputs)
+        ]
         met = _factors([value for value, _ in ends], [dims for _, dims in ends], marks)
+        met = frozenset([mark for mark in met if all(mark[0] in own for own in every)])
         for value, dims in ends:
-            fresh = _labelled(dims, met) - marks.get(value, frozenset())
+            known = {index for index, _ in marks.get(value, ())}
+            fresh = [mark for mark in _labelled(dims, met) if mark[0] not in known]
             _mark(found, value, frozenset([mark for mark in fresh if (mark[0], None) not in data[value]]))
     return {value: dims for value, dims in found.items() if dims}
 
