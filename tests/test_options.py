@@ -13,7 +13,7 @@ from distsim.commands.options.training_file import READERS
 from distsim.errors import PlanError
 from distsim.models import mlp
 from distsim.report.progress import Progress
-from distsim.study.options import BACKWARD, LAYOUT, SIZES, TRAINING, ModelOptions
+from distsim.study.options import BACKWARD, LAYOUT, SIZES, TRAINING, ModelOptions, option_of
 from distsim.study.training_step import training_step
 from distsim.transforms import SGD, differentiate
 
@@ -30,7 +30,7 @@ COMMANDS = {
 VALUES = {  # each other than what stands without it
     **{"batch": "8", "seq": "4", "bind": "seq=4", "parameters": "wte", "keep": "logits", "loss": "mse"},
     **{"stack": "megatron", "attention": "flash", "kernels": "compiled", "optimizer": "sgd", "clip": "0.5"},
-    **{"precision": "mixed"},
+    **{"precision": "mixed", "cuda_graphs": "layers"},
 }
 
 
@@ -47,9 +47,10 @@ def test_every_field_says_what_it_is_of():
 def test_an_option_changes_what_comes_out_or_is_refused_by_name(command, capsys):
     base = run(capsys, *COMMANDS[command])[0]
     for name, value in VALUES.items():
-        status = main([*COMMANDS[command], f"--{name}", value])
+        option = option_of(name)
+        status = main([*COMMANDS[command], option, value])
         out, err = capsys.readouterr()
-        assert (status == 2 and name in err) if status else out != base, (name, err)
+        assert (status == 2 and option[2:] in err) if status else out != base, (name, err)
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,10 @@ def run(options: argparse.Namespace) -> int:
 
 def _check_effect(options: argparse.Namespace) -> None:
     """Raise :class:`PlanError` for an option that says nothing of what is shown."""
+    if options.cuda_graphs is not None:
+        raise PlanError(
+            "--cuda-graphs has no effect on what is shown, which has no launches: use simulate or explain"
+        )
     if options.plan:
         return
     asked = model_options(options)
