@@ -1,12 +1,13 @@
 """Layers, or all passes of a step, that a host launches at once: CUDA graphs, in both engines."""
 
 import pickle
+from collections import Counter
 
 import pytest
 from expert_models import model
 from said import says
 from test_launches import LAUNCH, PLANS, cluster, trained
-from training_models import assert_all_readers_agree
+from training_models import assert_all_readers_agree, small_gpt
 
 import distsim
 from distsim.compose import parallelize
@@ -17,7 +18,7 @@ from distsim.ir import Float, Function, FunctionMaker, Tensor, Topology
 from distsim.ir.value import NO_ATTRIBUTES
 from distsim.plan import Plan
 from distsim.simulation.explain import what_if
-from distsim.transforms import SGD, differentiate
+from distsim.transforms import SGD, Adam, differentiate
 from distsim.transforms.kernels.policies import KERNELS, kernels_named
 
 LAYERS, KERNELS_A_LAYER = 4, 10
@@ -89,17 +90,50 @@ def test_a_division_is_the_same_whoever_launches_it():
     assert programs[0].parts is programs[1].parts
 
 
-def test_layers_of_experts_are_issued_kernel_by_kernel():
-    """All layers here have experts, so that of graphs nothing is left."""
-    joint, plan = differentiate(model("mixtral"), SGD(lr=0.1)), Plan.parse("dp=2,ep=2")
+@pytest.mark.parametrize(("name", "dense"), [("mixtral", 0), ("deepseek", 1)])
+def test_layers_of_experts_are_issued_kernel_by_kernel(name, dense):
+    """Of those with experts nothing is left of graphs; one without is one, of a step's as of layers'."""
+    joint, plan = differentiate(model(name), SGD(lr=0.1)), Plan.parse("dp=2,ep=2")
     topology = cluster(2)
-    times = []
-    for name in ("eager", "eager:layers"):
-        costs = CostModel(topology, kernels=name)
-        program = parallelize(joint, plan, topology, costs, kernels=kernels_named(name))
+    launches = []
+    for kernels in ("eager", "eager:layers", "eager:step"):
+        costs = CostModel(topology, kernels=kernels)
+        program = parallelize(joint, plan, topology, costs, kernels=kernels_named(kernels))
         assert_all_readers_agree(program, costs)
-        times.append(Simulator(costs).simulate(program).step_time)
-    assert times[0] == times[1]
+        launches.append(launched(Simulator(costs).simulate(program)))
+    assert launches[1] == launches[2] and (launches[0] > launches[1]) == bool(dense)
+
+
+def launched(simulation) -> int:
+    """How many launches there are that take time."""
+    return sum(span.op.op_type == "Launch" and span.end > span.start for span in simulation.spans())
+
+
+@pytest.mark.parametrize("graphs", ["layers", "step"])
+def test_a_step_that_was_copied_is_the_same(graphs):
+    topology, plan, kernels = cluster(4), Plan.parse("dp=2,pp=2,microbatches=2"), f"fused:{graphs}"
+    costs = CostModel(topology, kernels=kernels)
+    program = parallelize(trained(4), plan, topology, costs, kernels=kernels_named(kernels))
+    flat = program.to_function(steady=True)
+    times = [
+        Simulator(costs).interpret(each, each.inputs).step_time
+        for each in (flat, pickle.loads(pickle.dumps(flat)))
+    ]
+    assert times == [Simulator(costs).simulate(program).step_time] * 2
+
+
+def test_what_updates_is_issued_kernel_by_kernel():
+    """All that takes the norm of gradients, too: of a step's graph launches are left there alone."""
+    topology, plan = cluster(4), Plan.parse("dp=2,pp=2,microbatches=2")
+    joint = differentiate(small_gpt(layers=4, batch=16), Adam(), clip=1.0)
+    counts = []
+    for kernels in ("fused", "fused:step"):
+        costs = CostModel(topology, kernels=kernels)
+        program = parallelize(joint, plan, topology, costs, kernels=kernels_named(kernels))
+        spans = [s for s in Simulator(costs).simulate(program).spans() if s.op.op_type == "Launch"]
+        issued = [span for span in spans if span.end > span.start]
+        counts.append(Counter(span.path[0] for span in issued))
+    assert counts[1] == Counter(U=counts[0]["U"]) and counts[0]["U"] > 4
 
 
 def test_names_of_graphs():
@@ -115,8 +149,9 @@ def test_names_of_graphs():
         kernels_named("fused:layer")
     with says(PlanError, "cuda_graphs=step", "kernels=ops", "leave it out"):
         KERNELS["ops"].in_graphs("step")
-    with says(CostError, "kernels='fused:layer'", ":layers or :step"):
-        CostModel(cluster(1), kernels="fused:layer")
+    for wrong in ("fused:layer", "ops:layers", ":step"):
+        with says(CostError, f"kernels='{wrong}'", ":layers or :step"):
+            CostModel(cluster(1), kernels=wrong)
 
 
 def test_graphs_are_an_option_of_a_step():
@@ -130,6 +165,10 @@ def test_graphs_are_an_option_of_a_step():
     assert [each.get("CUDA graphs of layers") for each in tried] == [times[1], None]
     said = [any("CUDA graphs" in note for note in step.notes) for step in steps]
     assert said == [False, True, True]
+    one_by_one = distsim.simulate("gpt2:layers=2", **given, kernels="fused:layers", cuda_graphs="none")
+    assert one_by_one.step_time == times[0]
+    with says(PlanError, "kernels=fused:layers", "cuda_graphs=step", "leave one"):
+        distsim.simulate("gpt2:layers=2", **given, kernels="fused:layers", cuda_graphs="step")
     with says(PlanError, "cuda_graphs=layers", "kernels=ops"):
         distsim.simulate("gpt2:layers=2", **given, cuda_graphs="layers", kernels="ops")
 
@@ -141,6 +180,7 @@ def test_graphs_are_an_option_of_a_step():
         ("--cuda-graph-impl none --cuda-graph-modules attn", "", False),
         ("--enable-cuda-graph", "layers", False),
         ("--cuda-graph-impl local --cuda-graph-modules attn mlp", "layers", False),
+        ("--cuda-graph-impl local --cuda-graph-modules attn mlp moe_router", "layers", True),
         ("--cuda-graph-impl transformer_engine --cuda-graph-scope moe_router moe_preprocess", "layers", True),
         ("--cuda-graph-impl full_iteration", "step", False),
         ("--cuda-graph-impl local --cuda-graph-scope full_iteration", "step", False),

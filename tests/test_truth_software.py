@@ -108,6 +108,10 @@ def test_aleph_alphas_code_sums_gradients_as_they_are_with_a_pipeline_too(pp):
         ("CUDA graphs off; mock data", ""),
         ("no CUDA graphs in the v0.2.0 config", ""),
         ("CUDA graphs on (NeMo v2.3.0 config of this model)?", "layers"),
+        ("CUDA graphs on for this layout in v2.3.0 configs (25.02 itself not stated)", "layers"),
+        ("enable_cuda_graph=true", "layers"),
+        ("cuda graphs=false", ""),
+        ("CUDA graphs are not used", ""),
         ("averaging window not stated; CUDA graph of a full iteration", "step"),
     ],
 )

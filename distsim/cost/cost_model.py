@@ -76,7 +76,8 @@ class CostModel:
         self.topology = topology
         self.strict = strict
         way, _, graphs = kernels.partition(":")
-        if way not in ("", "ops", *WAYS_TO_LAUNCH) or graphs not in ("", *GRAPHS):
+        known = way in WAYS_TO_LAUNCH if graphs else way in ("", "ops", *WAYS_TO_LAUNCH)
+        if not known or graphs not in ("", *GRAPHS):
             ways = ", ".join(WAYS_TO_LAUNCH)
             raise CostError(
                 f"kernels={kernels!r:.40}: choose {ways}, or ops, with a host that takes no time; with "

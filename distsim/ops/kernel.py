@@ -86,7 +86,7 @@ def kernel_attributes(ops: Sequence[Op], one_product: bool = False) -> Attribute
     beside = max([int(op.attributes.get("beside", 1)) for op in ops], default=1)
     if beside > 1:
         marks["beside"] = beside
-    if matrix and any(op.attributes.get("both", 0) for op in ops):
+    if any(op.attributes.get("both", 0) for op in ops if "MatMul" in op.op_type):
         marks["both"] = 1
     rates = {op.attributes["rate"] for op in ops if "rate" in op.attributes}
     if len(rates) == 1:

@@ -8,13 +8,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from distsim.ir import NO_ATTRIBUTES, Attributes, Function, FunctionMaker, Mesh, Op, Type, Value
+from distsim.ir import Attributes, Function, FunctionMaker, Mesh, Op, Type, Value
 from distsim.ir.type import Tensor
 from distsim.program.parts import ProgramInput
 from distsim.program.table import CONCAT, EVERY, SEND, BoundBlock, Key, Table
 
 if TYPE_CHECKING:
     from distsim.program.program import Program
+
+BLOCK_NAME = "block"
+BLOCK = Attributes({BLOCK_NAME: 1})
+"""Of a Call: it is a block of the schedule, whose callees may be layers."""
 
 Place = tuple[Value, int, int]
 """A key, the rank on which it is, and its microbatch; -1 for a value of which there is one a step."""
@@ -149,7 +153,7 @@ class Writer:
             value = frame[at] = Value(name if at[2] < 0 else f"{name}.{at[2]}", type_)
             made.append(value)
         name = self.table.name(block, first, second)
-        self.maker.adopt(Op("Call", reads, tuple(made), NO_ATTRIBUTES, (placed.function,), None, name))
+        self.maker.adopt(Op("Call", reads, tuple(made), BLOCK, (placed.function,), None, name))
 
     def _join(self, block: BoundBlock) -> None:
         ((read,), (key,)) = block.reads, block.makes

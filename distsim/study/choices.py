@@ -10,7 +10,7 @@ from distsim.errors import PlanError
 from distsim.importer import is_decoder
 from distsim.importer.configs import TrainingConfig
 from distsim.ir import Function, Topology
-from distsim.ir.kernel_rates import ATTENTION_KERNELS
+from distsim.ir.kernel_rates import ATTENTION_KERNELS, WAYS_TO_LAUNCH
 from distsim.plan import Plan, parse_schedule
 from distsim.plan.stacks import Stack, stack_named
 from distsim.schedule import SCHEDULES
@@ -68,11 +68,12 @@ class Choices:
         precision, attention = choice("precision"), choice("attention")
         kernels, optimizer = choice("kernels"), choice("optimizer")
         kernels = kernels_named(kernels) if isinstance(kernels, str) else kernels
+        kernels = _launched(kernels, options, stack.kernels.partition(":")[2])
         policy = precision_named(precision) if isinstance(precision, str) else precision
         return Choices(
             None if policy is None else policy.of_stack(stack.scaling, stack.linear_ops),
             attention,
-            kernels if options.cuda_graphs is None else kernels.in_graphs(options.cuda_graphs),
+            kernels,
             optimizer_named(optimizer) if isinstance(optimizer, str) else optimizer,
             choice("clip") or None,  # 0, as Megatron-LM's --clip-grad 0: not at all
             stack,
@@ -86,7 +87,8 @@ class Choices:
         graphs = self.kernels.graphs
         said = [
             f"CUDA graphs ({graphs}): layers of experts, for whose rows the host gives their number, are "
-            "issued kernel by kernel; what graphs hold beside what their kernels save is not in the memory"
+            "issued kernel by kernel, passes with some layer by layer; what graphs hold beside what their "
+            "kernels save is not in the memory"
         ]
         return [*self._slow_types(topology), *self._unknown_kernel(topology), *(said if graphs else [])]
 
@@ -215,6 +217,22 @@ def fields_given(text: str) -> list[str]:
     ['dp', 'tp']
     """
     return [part.partition("=")[0].strip() for part in text.split(",")]
+
+
+def _launched(kernels: Kernels, options: ModelOptions, of_stack: str) -> Kernels:
+    """Return the policy of a host that launches kernels as options say, else as the stack's does.
+
+    Raises :class:`PlanError` where kernels are named with other graphs than are asked for.
+    """
+    asked = options.cuda_graphs
+    if asked is None:
+        carried = of_stack and not kernels.graphs and kernels.way in WAYS_TO_LAUNCH
+        return kernels.in_graphs(of_stack) if carried else kernels
+    if asked == "none":
+        return kernels.one_by_one
+    if options.kernels is not None and kernels.graphs not in ("", asked):
+        raise PlanError(f"kernels={kernels.name} and cuda_graphs={asked} disagree: leave one of them out")
+    return kernels.in_graphs(asked)
 
 
 def _asks_for_chunks(plan: Plan) -> bool:

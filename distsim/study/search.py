@@ -266,7 +266,7 @@ class ClusterSearches:
 
 def _subject(options: ModelOptions, cluster: SizedCluster) -> str:
     """Return what a journal calls a search: what people asked for by name or number."""
-    names = ("batch", "seq", "stack", "precision", "attention", "kernels", "optimizer")
+    names = ("batch", "seq", "stack", "precision", "attention", "kernels", "cuda_graphs", "optimizer")
     asked = {name: getattr(options, name) for name in names}
     said = [f"{name}={value}" for name, value in asked.items() if isinstance(value, str | int)]
     return ", ".join([f"{options.label} on {cluster.shown}", *said])

@@ -171,13 +171,17 @@ def _month(row: Row) -> str:
     return f"20{found[1]}-{found[2]}" if found else ""
 
 
+_GRAPHS = r"cuda[ _-]?graphs?"
+_NO_GRAPHS = rf"\b(no|without) {_GRAPHS}|{_GRAPHS}( are| is)?[ =:]*(off|not|no|none|disabled|false)\b"
+
+
 def _graphs(said: str) -> str:
     """Return which CUDA graphs the columns of software say: ``:layers``, ``:step`` or none.
 
     Where they are only said to be on, those of layers are (``enable_cuda_graph`` of NeMo and Megatron-LM).
     """
-    for clause in re.split(r"[;,]", said):
-        if "cuda graph" in clause and not re.search(r"\b(no|not|off|without|disabled)\b", clause):
+    for clause in re.split(r"[;,]", re.sub(r"\([^()]*\)", "", said)):
+        if re.search(_GRAPHS, clause) and not re.search(_NO_GRAPHS, clause):
             return ":step" if re.search(r"full[- ]iteration|whole[- ]step", clause) else ":layers"
     return ""
 

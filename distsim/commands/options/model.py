@@ -61,9 +61,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--cuda-graphs",
-        choices=GRAPHS,
+        choices=("none", *GRAPHS),
         help="what the host launches at once, as a CUDA graph: each layer, forward and backward, or all "
-        "passes of a step (default: it issues kernels one by one)",
+        "passes of a step (default: as the file says, else none: it issues kernels one by one)",
     )
     parser.add_argument(
         "--optimizer",

@@ -208,7 +208,7 @@ def _graphs(fields: TrackedFields, notes: list[str]) -> str:
         raise fields.refusal("--cuda-graph-impl", "one of none, local, transformer_engine, full_iteration")
     if "full_iteration" in (implementation, *modules):
         return ":step"
-    if modules - {"full"} and not {"attn", "mlp"} <= modules:
+    if modules - {"full"} and modules != {"attn", "mlp"}:
         notes.append(f"CUDA graphs of {' and '.join(sorted(modules))} are of whole layers, without experts")
     return ":layers"
 

@@ -19,7 +19,7 @@ from distsim.ops.coalescing import moved_values
 from distsim.ops.kernel import op_label
 from distsim.ops.marks import HOST, LAUNCH
 from distsim.ops.optimizers import OPTIMIZER_OPS
-from distsim.program.write_out import WrittenOut
+from distsim.program.write_out import BLOCK_NAME
 from distsim.simulation.tasks.grid import task_seconds
 from distsim.simulation.tasks.lower import LAUNCHED, SLOWED, IssuedKind, Lowering
 from distsim.simulation.tasks.rank_classes import place_of_compute
@@ -69,8 +69,8 @@ def template_of(
 
 
 def can_be_captured(function: Function) -> bool:
-    """Return whether a function may be a CUDA graph: it updates nothing, which is no part of a pass, and has
-    no products of experts, for whose rows the host gives their number."""
+    """Return whether a function may be a CUDA graph: it neither clips nor updates anything, which is no part
+    of a pass, and has no products of experts, for whose rows the host gives their number."""
 
     def found() -> bool:
         return all(can_be_captured(op.callee) if op.is_call else _captured(op) for op in function.ops)
@@ -80,7 +80,13 @@ def can_be_captured(function: Function) -> bool:
 
 def _captured(op: Op) -> bool:
     label = op_label(op)
-    return label != "RowCounts" and not any(each in label for each in ("GroupedMatMul", *OPTIMIZER_OPS))
+    return not any(each in label for each in _APART)
+
+
+_APART = (
+    *("RowCounts", "GroupedMatMul"),
+    *("SquareSum", "GradientFactor", "ScaleGradient", *OPTIMIZER_OPS),
+)
 
 
 _CAPTURED = Cache[Function, bool]("which functions may be CUDA graphs", 1)
@@ -253,9 +259,9 @@ class _TemplateBuilder:
         return where if where >= 0 else -2 - self.ports.setdefault((~where, rank_class), len(self.ports))
 
     def _call(self, op: Op) -> None:
-        # The callees of a step that is written out are its blocks, of which layers are callees.
-        inner = self.lowering.graphs == "layers" and not isinstance(self.function, WrittenOut)
-        alone = inner and not self.captured and can_be_captured(op.callee)
+        # Where passes are no graphs, or cannot be one, layers are; the blocks of a step are passes.
+        inner = bool(self.lowering.graphs) and not self.captured and BLOCK_NAME not in op.attributes
+        alone = inner and can_be_captured(op.callee)
         callee = template_of(self.lowering, op.callee, captured=self.captured or alone or None)
         if alone:
             self._launch(callee)

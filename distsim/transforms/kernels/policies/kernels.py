@@ -194,7 +194,8 @@ class Kernels:
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
         """Pickle a policy that has a name by it: what its kernels join are functions."""
-        named = KERNELS.get(self.name.partition(":")[0]) == self.one_by_one
+        base, _, graphs = self.name.partition(":")
+        named = KERNELS.get(base) == self.one_by_one and graphs == self.graphs
         return (kernels_named, (self.name,)) if named else super().__reduce_ex__(protocol)
 
 
